@@ -78,7 +78,7 @@ def row_of(variant: Variant) -> dict[str, Any]:
         "GIVES_REST": precision != "bfloat16",
         "cu_seqlens_q_ptr": None,
         "cu_seqlens_k_ptr": None,
-        **dict.fromkeys(("window", "prefix_len", "shift", "softcap")),
+        **dict.fromkeys(("window", "prefix_len", "shift", "chunk_rows", "softcap")),
     }
     names = KERNELS[kernel].arg_names
     constants = {name: value for name, value in constants.items() if name in names}

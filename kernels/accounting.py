@@ -86,19 +86,19 @@ def tensor_bytes(problem: AttentionProblem) -> tuple[float, float, float]:
     return size * rows * problem.head_dim, size * kv_rows * problem.head_dim, 4.0 * rows
 
 
-def kernel_peak(problem: AttentionProblem, *, backward_workspace: float) -> dict[str, float]:
+def kernel_peak(problem: AttentionProblem, *, workspace: float) -> dict[str, float]:
     """Bytes at the peak of a pass by a kernel that never has the scores in memory.
 
     Without gradients q, k, v, o and the log-sum-exp. With them the peak is in the backward pass,
-    which holds do, dq, dk and dv besides, and the kernel's workspace.
+    which holds do, dq, dk and dv besides. ``workspace`` is the kernel's in that pass.
     """
     q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
     inputs = q_bytes + 2 * kv_bytes
     values = {"inputs": inputs, "output": q_bytes, "lse": lse_bytes}
     if problem.needs_grad:
         values |= {"output_gradient": q_bytes, "gradients": inputs}
-        if backward_workspace:
-            values["workspace"] = backward_workspace
+    if workspace:
+        values["workspace"] = workspace
     return values
 
 
@@ -109,7 +109,7 @@ def split_forward_peak(problem: AttentionProblem) -> dict[str, float]:
     splits the keys, keeps a result and a log-sum-exp of each part in float32, and merges them at
     the end. The output gradient is there already.
     """
-    values = kernel_peak(problem, backward_workspace=0.0)
+    values = kernel_peak(problem, workspace=0.0)
     values.pop("gradients", None)
     num_parts = flash_splits(problem)
     if num_parts > 1:

@@ -186,16 +186,23 @@ class Attention(AttentionBackend):
         """Predicted bytes of a backward pass beside its arguments and its results."""
         return 0.0
 
+    def forward_workspace(self, problem: AttentionProblem) -> float:
+        """The same of a forward pass."""
+        return 0.0
+
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
         """Predicted peak bytes of a pass by category, or None where that is not predicted.
 
         A pass is forward, and with gradients backward, on contiguous tensors [B, H, S, D]; for a
         packed batch the problem is one sequence of all its tokens, [T, H, D].
         """
-        workspace = self.backward_workspace(problem)
-        if problem.sinks:
-            workspace = max(workspace, sinks.gradient_workspace(problem))
-        values = accounting.kernel_peak(problem, backward_workspace=workspace)
+        if problem.needs_grad:
+            workspace = self.backward_workspace(problem)
+            if problem.sinks:
+                workspace = max(workspace, sinks.gradient_workspace(problem))
+        else:
+            workspace = self.forward_workspace(problem)
+        values = accounting.kernel_peak(problem, workspace=workspace)
         if problem.sinks and not problem.needs_grad:
             values["output_with_sinks"] = values["output"]
         return values

@@ -88,7 +88,7 @@ def prefill_memory(
     """
     tokens = sum(lengths)
     call = replace(problem, batch_size=1, q_len=tokens, kv_len=tokens, packed=True)
-    attention = accounting.kernel_peak(call, backward_workspace=0.0)
+    attention = accounting.kernel_peak(call, workspace=0.0)
     if rotary == "none":
         return attention
     wide = 4.0 * tokens * problem.num_heads * problem.head_dim

@@ -25,7 +25,8 @@ _TOKENS = re.compile(
 _PREDICTION = re.compile(
     r"^    def (?:predicted_memory|predicted_step_memory|predicted_before_backward|keeps_scores"
     r"|predicted_ranks"
-    r"|peak_memory|split_peak_memory|backward_workspace|query_gradient_memory|decode_workspace)"
+    r"|peak_memory|split_peak_memory|forward_workspace|backward_workspace|query_gradient_memory"
+    r"|decode_workspace)"
     r"\( ?self\b.*\n"
     r"(?:     .*\n)*",
     re.MULTILINE,

@@ -145,13 +145,18 @@ class FlashTriton(Attention):
             notes["float32_precision"] = ", ".join(sorted(ran))
 
     def backward_workspace(self, problem: AttentionProblem) -> float:
-        """Bytes of buffers for the Hopper kernels; two numbers a row for the any-GPU kernels.
+        """Bytes of buffers for the Hopper kernels; of those for any GPU two numbers a row, and the
+        gradients of chunks where loops are cut.
 
         In float32 three: the forward pass keeps a second number of each row's lse.
         """
         if not self._predicted_hopper(problem):
+            from kernels.flash.any_gpu import chunks
+
             row_bytes = 12.0 if problem.dtype == "float32" else 8.0
-            return row_bytes * problem.batch_size * problem.num_heads * problem.q_len
+            rows = problem.batch_size * problem.num_heads * problem.q_len
+            of_chunks = chunks.backward_workspace(problem, self.float32_precision)
+            return row_bytes * rows + of_chunks
         from kernels.flash.hopper import schedule
 
         return schedule.backward_workspace(
@@ -164,6 +169,14 @@ class FlashTriton(Attention):
             causal=problem.causal,
             window=problem.window,
         )
+
+    def forward_workspace(self, problem: AttentionProblem) -> float:
+        """Bytes of the results of chunks where loops of the any-GPU kernels are cut."""
+        if self._predicted_hopper(problem):
+            return 0.0
+        from kernels.flash.any_gpu import chunks
+
+        return chunks.forward_workspace(problem, self.float32_precision)
 
     def query_gradient_memory(
         self, problem: AttentionProblem, blocks: Sequence[QueryBlock]

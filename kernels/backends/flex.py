@@ -63,9 +63,8 @@ class Flex(Attention):
         """
         if problem.sinks:
             return None
-        values = accounting.kernel_peak(
-            problem, backward_workspace=self.backward_workspace(problem)
-        )
+        workspace = self.backward_workspace(problem) if problem.needs_grad else 0.0
+        values = accounting.kernel_peak(problem, workspace=workspace)
         if problem.causal or problem.window is not None:
             blocks = -(-problem.q_len // MASK_BLOCK) * -(-problem.kv_len // MASK_BLOCK)
             values["block_mask"] = 4.0 * 4 * blocks

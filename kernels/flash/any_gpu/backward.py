@@ -17,6 +17,9 @@ Loop structure.
   both sums over queries are plain matmuls.
 - ``backward_dq_kernel``: one program owns a tile of queries of one head and walks over key
   tiles exactly as the forward kernel does.
+
+With ``chunk_rows`` a program of the last two walks over one chunk of its loop only, and gradients
+get an axis of chunks, over which ``sum_kernel`` sums (:mod:`kernels.flash.any_gpu.chunks`).
 """
 
 # Triton's types are not Python's.
@@ -35,6 +38,7 @@ from kernels.flash.any_gpu.tiles import (
     sequence_span,
     store_tile,
     visible_keys,
+    within_chunk,
 )
 
 
@@ -86,7 +90,8 @@ def row_terms_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_kv_heads", "q_len", "kv_len", "num_k_tiles", "window", "prefix_len", "shift")
+        *("num_kv_heads", "q_len", "kv_len", "num_k_tiles", "window", "prefix_len", "shift"),
+        "chunk_rows",
     ]
 )
 def backward_dkv_kernel(
@@ -121,14 +126,16 @@ def backward_dkv_kernel(
     dv_stride_s,
     row_stride_b,
     row_stride_h,
+    chunk_stride,
     num_kv_heads,
     q_len,
     kv_len,
     num_k_tiles,
-    scale,
     window,
     prefix_len,
     shift,
+    chunk_rows,
+    scale,
     softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -141,7 +148,10 @@ def backward_dkv_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """dk, dv of one tile of keys; grid: num_k_tiles * num_kv_heads * batch (or sequences)."""
+    """dk, dv of one tile of keys; grid: num_k_tiles * num_kv_heads * batch (or sequences), chunks.
+
+    ``chunk_stride`` is that of the chunks of queries in dk and in dv, if there are any.
+    """
     # Under a causal mask the first keys are seen by the most queries: already longest first.
     tile = tl.program_id(0) % num_k_tiles
     kv_head = (tl.program_id(0) // num_k_tiles) % num_kv_heads
@@ -198,10 +208,19 @@ def backward_dkv_kernel(
         num_cut = num_at_diagonal + tl.cdiv(tl.maximum(stop - last_start, 0), BLOCK_Q)
     else:
         full_end = q_len // BLOCK_Q * BLOCK_Q
+        stop = q_len
+        if chunk_rows is not None:
+            chunk = tl.program_id(1)
+            cut_start = within_chunk(cut_start, chunk, chunk_rows)
+            full_start = within_chunk(full_start, chunk, chunk_rows)
+            full_end = within_chunk(full_end, chunk, chunk_rows)
+            stop = within_chunk(stop, chunk, chunk_rows)
+            dk_ptr += tl.cast(chunk, tl.int64) * chunk_stride
+            dv_ptr += tl.cast(chunk, tl.int64) * chunk_stride
         # Cut tiles lie at the diagonal, and at the end if the last tile is not a whole one.
-        num_at_diagonal = tl.cdiv(tl.minimum(full_start, q_len) - cut_start, BLOCK_Q)
+        num_at_diagonal = tl.cdiv(tl.minimum(full_start, stop) - cut_start, BLOCK_Q)
         last_start = tl.maximum(full_start, full_end)
-        num_cut = num_at_diagonal + tl.where(last_start < q_len, 1, 0)
+        num_cut = num_at_diagonal + tl.where(last_start < stop, 1, 0)
 
     for member in range(GROUP_SIZE):
         head = kv_head * GROUP_SIZE + member
@@ -307,7 +326,8 @@ def _add_queries(
 
 @triton.jit(
     do_not_specialize=[
-        *("num_heads", "q_len", "kv_len", "num_q_tiles", "window", "prefix_len", "shift")
+        *("num_heads", "q_len", "kv_len", "num_q_tiles", "window", "prefix_len", "shift"),
+        "chunk_rows",
     ]
 )
 def backward_dq_kernel(
@@ -338,14 +358,16 @@ def backward_dq_kernel(
     dq_stride_s,
     row_stride_b,
     row_stride_h,
+    chunk_stride,
     num_heads,
     q_len,
     kv_len,
     num_q_tiles,
-    scale,
     window,
     prefix_len,
     shift,
+    chunk_rows,
+    scale,
     softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -358,7 +380,7 @@ def backward_dq_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """dq of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences)."""
+    """dq of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences), chunks."""
     tile = tl.program_id(0) % num_q_tiles
     if CAUSAL:
         tile = num_q_tiles - 1 - tile
@@ -393,6 +415,12 @@ def backward_dq_kernel(
     first_seen, end_seen, start, full_start, full_end, stop = visible_keys(
         q_start, q_len, kv_len, window, prefix_len, shift, BLOCK_Q, BLOCK_K, CAUSAL
     )
+    if chunk_rows is not None:
+        chunk = tl.program_id(1)
+        full_start = within_chunk(full_start, chunk, chunk_rows)
+        full_end = within_chunk(full_end, chunk, chunk_rows)
+        stop = within_chunk(stop, chunk, chunk_rows)
+        dq_ptr += tl.cast(chunk, tl.int64) * chunk_stride
     if window is not None:
         dq = _add_keys(
             dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, start,
@@ -474,3 +502,67 @@ def _add_keys(
             ds *= 1.0 - shares * shares
         dq = dot(ds.to(k.dtype), k, dq, PRECISION, UPCAST)
     return dq
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_rows", "num_tiles", "num_chunks"])
+def sum_kernel(
+    first_parts_ptr,
+    second_parts_ptr,
+    first_ptr,
+    second_ptr,
+    first_stride_b,
+    first_stride_h,
+    first_stride_s,
+    second_stride_b,
+    second_stride_h,
+    second_stride_s,
+    chunk_stride,
+    num_heads,
+    num_rows,
+    num_tiles,
+    num_chunks,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One or two gradients, summed over chunks, the first chunk first.
+
+    Grid: num_tiles * num_heads * batch, gradients. Their parts [chunks, B, H, S, D] are contiguous.
+    """
+    start = tl.program_id(0) % num_tiles * ROWS
+    head = (tl.program_id(0) // num_tiles) % num_heads
+    batch = tl.program_id(0) // num_tiles // num_heads
+    rows_left = num_rows - start
+    part = (tl.cast(tl.program_id(0) // num_tiles, tl.int64) * num_rows + start) * HEAD_DIM
+    if tl.program_id(1) == 0:
+        into = first_ptr
+        into += head_offset(batch, head, start, first_stride_b, first_stride_h, first_stride_s)
+        total = _sum_of(
+            first_parts_ptr + part, chunk_stride, num_chunks, rows_left, HEAD_DIM, BLOCK_D, ROWS
+        )
+        store_tile(total, into, first_stride_s, rows_left, ROWS, HEAD_DIM, BLOCK_D)
+    else:
+        into = second_ptr
+        into += head_offset(batch, head, start, second_stride_b, second_stride_h, second_stride_s)
+        total = _sum_of(
+            second_parts_ptr + part, chunk_stride, num_chunks, rows_left, HEAD_DIM, BLOCK_D, ROWS
+        )
+        store_tile(total, into, second_stride_s, rows_left, ROWS, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _sum_of(
+    parts_ptr,
+    chunk_stride,
+    num_chunks,
+    rows_left,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """[ROWS, BLOCK_D] of all chunks together."""
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for chunk in range(num_chunks):
+        part_ptr = parts_ptr + tl.cast(chunk, tl.int64) * chunk_stride
+        total += load_tile(part_ptr, HEAD_DIM, rows_left, ROWS, HEAD_DIM, BLOCK_D, True)
+    return total

@@ -105,15 +105,16 @@ _IEEE_CANDIDATES = {
 _SPLIT_CANDIDATES = {
     ("forward", 64): (
         (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 2), (128, 64, 8, 2),
-        (128, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1),
+        (128, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (64, 64, 4, 1),
+        (32, 64, 4, 2),
     ),
     ("backward_dkv", 64): (
         (16, 64, 8, 2), (32, 32, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2), (32, 64, 8, 1),
-        (16, 64, 4, 1), (32, 32, 4, 2), (32, 32, 8, 1),
+        (16, 64, 4, 1), (32, 32, 4, 2), (32, 32, 8, 1), (64, 128, 8, 1),
     ),
     ("backward_dq", 64): (
         (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2), (128, 64, 8, 2), (128, 16, 8, 2),
-        (64, 16, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1),
+        (64, 16, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (64, 64, 4, 1), (32, 64, 4, 2),
     ),
     ("forward", 128): (
         (128, 32, 8, 3), (32, 32, 8, 2), (32, 32, 8, 1), (128, 32, 8, 2), (128, 16, 8, 2),
@@ -154,22 +155,30 @@ def choose(
         measure: gives the milliseconds of a configuration, or raises if it does not compile
             or fit; used only if the problem asks for autotuning and no table has an answer.
     """
-    device_name, shared_memory_bytes = _device_facts(problem.device)
-    row = shape_class(kernel, problem)
-    shipped = _pinned().get(device_name, {})
-    tiles, origin = shipped.get("searched", {}).get(row), "searched"
-    if tiles is None:
-        tiles, origin = _cached(device_name).get(row), "autotuned"
-    if tiles is None and problem.autotune and measure is not None:
+    tiles, origin = without_search(kernel, problem)
+    if origin in ("predicted", "rule") and problem.autotune and measure is not None:
+        device_name, shared_memory_bytes = _device_facts(problem.device)
+        row, origin = shape_class(kernel, problem), "autotuned"
         tiles = _search(row, candidates(kernel, problem, shared_memory_bytes), measure)
         _cached(device_name)[row] = tiles
         _write(cache_path(device_name), _cached(device_name))
-    if tiles is None:
-        tiles, origin = shipped.get("predicted", {}).get(row), "predicted"
-    if tiles is None:
-        tiles, origin = candidates(kernel, problem, shared_memory_bytes)[0], "rule"
     _origins[origin] += 1
     return tiles
+
+
+def without_search(kernel: str, problem: Problem) -> tuple[TileConfig, str]:
+    """What :func:`choose` takes if it measures nothing, and where that comes from; not counted."""
+    device_name, shared_memory_bytes = _device_facts(problem.device)
+    row = shape_class(kernel, problem)
+    shipped = _pinned().get(device_name, {})
+    for origin, table in (
+        ("searched", shipped.get("searched", {})),
+        ("autotuned", _cached(device_name)),
+        ("predicted", shipped.get("predicted", {})),
+    ):
+        if row in table:
+            return table[row], origin
+    return candidates(kernel, problem, shared_memory_bytes)[0], "rule"
 
 
 def origins() -> Counter[str]:
@@ -326,6 +335,9 @@ def _device_facts(device: torch.device) -> tuple[str, int]:
     """Name, and the most shared memory that one program may use."""
     if device.type != "cuda":
         return device.type, 64 * 1024
+    if not torch.cuda.is_available():
+        # Memory is predicted for GPUs that are not here, too.
+        return "NVIDIA H200", 227 * 1024
     properties = torch.cuda.get_device_properties(device)
     return properties.name, getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
 

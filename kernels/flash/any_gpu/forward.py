@@ -24,6 +24,9 @@ summed before and lse all refer: an error in m cancels.
 With ACCUMULATE the three values start from an earlier result instead of nothing: attention
 over other keys, (o, lse), is the state m = lse, l = 1, acc = o.
 
+With ``chunk_rows`` a program walks over one chunk of the keys only, and leaves its three values to
+``merge_kernel``, which puts those of all chunks together (:mod:`kernels.flash.any_gpu.chunks`).
+
 A program's queries of a grouped head read the keys of head // GROUP_SIZE; keys are never
 expanded. Under a causal mask programs with the most keys are started first, so that the last
 wave of the grid is a short one.
@@ -48,12 +51,14 @@ from kernels.flash.any_gpu.tiles import (
     sequence_span,
     store_tile,
     visible_keys,
+    within_chunk,
 )
 
 
 @triton.jit(
     do_not_specialize=[
-        *("num_heads", "q_len", "kv_len", "num_q_tiles", "window", "prefix_len", "shift")
+        *("num_heads", "q_len", "kv_len", "num_q_tiles", "window", "prefix_len", "shift"),
+        "chunk_rows",
     ]
 )
 def forward_kernel(
@@ -77,16 +82,19 @@ def forward_kernel(
     o_stride_b,
     o_stride_h,
     o_stride_s,
+    o_stride_c,
     lse_stride_b,
     lse_stride_h,
+    lse_stride_c,
     num_heads,
     q_len,
     kv_len,
     num_q_tiles,
-    unit_scale,
     window,
     prefix_len,
     shift,
+    chunk_rows,
+    unit_scale,
     softcap,
     SCALE_SIGN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -102,11 +110,12 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """o, lse of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences).
+    """o, lse of one tile of queries; grid: num_q_tiles * num_heads * batch (or sequences), chunks.
 
     ``unit_scale`` is |scale|, times log2 e unless NATURAL, and 1 when the scale is zero;
     ``softcap`` is in the same units; SCALE_SIGN is the scale's sign, or 0. GIVES_REST: what float32
-    rounds away of lse goes to ``rest_ptr``, which is like lse; only if NATURAL.
+    rounds away of lse goes to ``rest_ptr``, which is like lse; only if NATURAL. With ``chunk_rows``
+    ``o_ptr``, ``lse_ptr`` and ``rest_ptr`` get acc, m and l instead, chunk after chunk.
     """
     tile = tl.program_id(0) % num_q_tiles
     if CAUSAL:
@@ -149,6 +158,11 @@ def forward_kernel(
     first_seen, end_seen, start, full_start, full_end, stop = visible_keys(
         q_start, q_len, kv_len, window, prefix_len, shift, BLOCK_Q, BLOCK_K, CAUSAL
     )
+    if chunk_rows is not None:
+        chunk = tl.program_id(1)
+        full_start = within_chunk(full_start, chunk, chunk_rows)
+        full_end = within_chunk(full_end, chunk, chunk_rows)
+        stop = within_chunk(stop, chunk, chunk_rows)
     if window is not None:
         acc, m, l = _visit_keys(  # noqa: E741
             acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, start,
@@ -166,6 +180,100 @@ def forward_kernel(
         True, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
     )  # fmt: skip
 
+    if chunk_rows is not None:
+        o_ptr += tl.cast(chunk, tl.int64) * o_stride_c
+        lse_ptr += tl.cast(chunk, tl.int64) * lse_stride_c
+        rest_ptr += tl.cast(chunk, tl.int64) * lse_stride_c
+        tl.store(lse_ptr + rows, m, mask=rows < rows_left)
+        tl.store(rest_ptr + rows, l, mask=rows < rows_left)
+        store_tile(acc, o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    else:
+        _finish(
+            acc, m, l, o_ptr, lse_ptr, rest_ptr, o_stride_s, rows_left, HEAD_DIM, BLOCK_D, BLOCK_Q,
+            NATURAL, GIVES_REST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_heads", "q_len", "num_q_tiles", "num_chunks"])
+def merge_kernel(
+    acc_ptr,
+    m_ptr,
+    l_ptr,
+    o_ptr,
+    lse_ptr,
+    rest_ptr,
+    o_stride_b,
+    o_stride_h,
+    o_stride_s,
+    rows_of_chunk,
+    num_heads,
+    q_len,
+    num_q_tiles,
+    num_chunks,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    NATURAL: tl.constexpr,
+    GIVES_REST: tl.constexpr,
+):
+    """o, lse of one tile of queries from all chunks; grid: num_q_tiles * num_heads * batch.
+
+    m, l [chunks, B, H, S] and acc, which has a last axis of HEAD_DIM more, are contiguous, like
+    lse; ``rows_of_chunk`` is B * H * S.
+    """
+    q_start = tl.program_id(0) % num_q_tiles * BLOCK_Q
+    head = (tl.program_id(0) // num_q_tiles) % num_heads
+    batch = tl.program_id(0) // num_q_tiles // num_heads
+    rows_left = q_len - q_start
+    row = tl.cast(tl.program_id(0) // num_q_tiles, tl.int64) * q_len + q_start
+    o_ptr += head_offset(batch, head, q_start, o_stride_b, o_stride_h, o_stride_s)
+
+    rows = tl.arange(0, BLOCK_Q)
+    columns = tl.arange(0, BLOCK_D)
+    inside = rows < rows_left
+    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for chunk in range(num_chunks):
+        chunk_row = tl.cast(chunk, tl.int64) * rows_of_chunk + row
+        m_chunk = tl.load(m_ptr + chunk_row + rows, mask=inside, other=float("-inf"))
+        l_chunk = tl.load(l_ptr + chunk_row + rows, mask=inside, other=0.0)
+        # Half of the chunks are past the diagonal of a causal mask: nothing is read of those.
+        pointers = acc_ptr + (chunk_row + rows)[:, None] * HEAD_DIM + columns[None, :]
+        is_needed = (l_chunk != 0.0)[:, None] & (columns[None, :] < HEAD_DIM)
+        acc_chunk = tl.load(pointers, mask=is_needed, other=0.0)
+        m_new = tl.maximum(m, m_chunk)
+        # Minus infinity less itself is not a number.
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        before = power(m - reference, NATURAL)
+        added = power(m_chunk - reference, NATURAL)
+        l = l * before + l_chunk * added  # noqa: E741
+        acc = acc * before[:, None] + acc_chunk * added[:, None]
+        m = m_new
+    _finish(
+        acc, m, l, o_ptr, lse_ptr + row, rest_ptr + row, o_stride_s, rows_left, HEAD_DIM, BLOCK_D,
+        BLOCK_Q, NATURAL, GIVES_REST,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    acc,
+    m,
+    l,  # noqa: E741
+    o_ptr,
+    lse_ptr,
+    rest_ptr,
+    o_stride_s,
+    rows_left,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    NATURAL: tl.constexpr,
+    GIVES_REST: tl.constexpr,
+):
+    """Store o, lse and, if asked for, what float32 rounds away of it, of the three values."""
+    rows = tl.arange(0, BLOCK_Q)
     # A query without any key, whose total is exactly zero: zero and minus infinity. A total that
     # is not a number is a key's, and stays one in both results.
     no_key = l == 0.0

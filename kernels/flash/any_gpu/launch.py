@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,16 +13,18 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
-from kernels.flash.any_gpu import configs
+from kernels.flash.any_gpu import chunks, configs
 from kernels.flash.any_gpu.backward import (
     backward_dkv_kernel,
     backward_dq_kernel,
     row_terms_kernel,
+    sum_kernel,
 )
 from kernels.flash.any_gpu.configs import TileConfig
-from kernels.flash.any_gpu.forward import forward_kernel
+from kernels.flash.any_gpu.forward import forward_kernel, merge_kernel
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem, why_not_split
+from kernels.launching.prepared import PreparedLaunch, planned
 from kernels.problem import Packing
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
@@ -32,12 +36,17 @@ BACKWARD_TAKES = FORWARD_TAKES
 """The same of the backward pass."""
 
 _ROW_TERMS_BLOCK_Q = 32
+_MERGE_BLOCK_Q = 32
+_SUM_ROWS = 16
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 _MAX_REMEMBERED = 4096
 
 _configs: dict[tuple[str, Problem], TileConfig] = {}
+
+_plans: dict[tuple, _Plan] = {}
+_row_terms: dict[tuple, PreparedLaunch] = {}
 
 
 def why_not(problem: Problem) -> str | None:
@@ -55,87 +64,190 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(call: ForwardPass) -> None:
     """Fill o and lse; continue from them if the problem accumulates."""
-    problem, q, k, v, scale = call.problem, call.q, call.k, call.v, call.scale
-    if q.numel() == 0:
+    if call.q.numel() == 0:
         return
-    # A scale below float32's range is a zero, and minus infinity times zero is not a number.
-    sign = (scale > _SMALLEST) - (scale < -_SMALLEST)
-    arguments = (
-        *_cu_seqlens(call.packing),
-        *_strides(problem, q),
-        *_strides(problem, k),
-        *_strides(problem, v),
-        *_strides(problem, call.o),
-        *_lse_strides(problem, call.lse),
-        problem.num_heads,
-        problem.q_len,
-        problem.kv_len,
-    )
-    unit_scale = abs(scale) * _unit(problem) if sign else 1.0
-    mask = _mask(problem)
-
-    def launch(config: TileConfig, o: Tensor = call.o, lse: Tensor = call.lse) -> None:
-        num_q_tiles = -(-problem.q_len // config.block_q)
-        grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
-        forward_kernel[grid](
-            q, k, v, o, lse, lse if call.rest is None else call.rest, *arguments, num_q_tiles,
-            unit_scale, *mask, SCALE_SIGN=sign, ACCUMULATE=problem.accumulates,
-            GIVES_REST=call.rest is not None, **_constants(problem, config),
-        )  # fmt: skip
 
     def measure(config: TileConfig) -> float:
         # On copies: every run of an accumulating kernel changes what it starts from.
-        copies = (call.o.clone(), call.lse.clone())
-        return _milliseconds(lambda: launch(config, *copies))
+        copy = replace(call, o=call.o.clone(), lse=call.lse.clone())
+        return _milliseconds(lambda: _forward_by(config, copy))
 
-    launch(_config("forward", problem, measure))
+    _forward_by(_config("forward", call.problem, measure), call)
+
+
+def _forward_by(config: TileConfig, call: ForwardPass) -> None:
+    """The forward pass with these tiles."""
+    problem, scale, lse = call.problem, call.scale, call.lse
+    # A scale below float32's range is a zero, and minus infinity times zero is not a number.
+    sign = (scale > _SMALLEST) - (scale < -_SMALLEST)
+    chunk_rows = chunks.chunk_rows(problem, "forward", config.block_q)
+    tensors = (call.q, call.k, call.v, call.o, lse)
+    key = (problem, config, chunk_rows, sign, call.rest is None, *[x.stride() for x in tensors])
+    plan = planned(_plans, _plan_forward, key, call, config, chunk_rows, sign)
+    results = call.o, lse, lse if call.rest is None else call.rest
+    given = (call.q, call.k, call.v)
+    floats = _floats(problem, abs(scale) * _unit(problem) if sign else 1.0)
+    if plan.together is None:
+        plan.kernel(*given, *results, *_cu_seqlens(call.packing, lse), floats=floats)
+        return
+    parts = lse.new_empty((plan.num_chunks, *call.o.shape))
+    m, l = lse.new_empty((2, plan.num_chunks, *lse.shape))  # noqa: E741
+    plan.kernel(*given, parts, m, l, lse, lse, floats=floats)
+    plan.together(parts, m, l, *results)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Plan:
+    """Launches of a pass, of which all but addresses and floats is known."""
+
+    kernel: PreparedLaunch
+    num_chunks: int
+    together: PreparedLaunch | None
+    """What puts the results of chunks together; None of loops that are whole."""
+
+
+def _plan_forward(
+    call: ForwardPass, config: TileConfig, chunk_rows: int | None, sign: int
+) -> _Plan:
+    problem, o, lse = call.problem, call.o, call.lse
+    num_chunks, merge = 1, None
+    o_strides, lse_strides = (*_strides(problem, o), 0), (*_lse_strides(problem, lse), 0)
+    if chunk_rows is not None:
+        num_chunks = chunks.num_chunks(problem, "forward", chunk_rows)
+        merge = _plan_merge(call, num_chunks)
+        # Those of contiguous tensors, and of the chunks before them.
+        row = problem.head_dim
+        o_strides = (row * lse.stride(0), row * lse.stride(1), row, row * lse.numel())
+        lse_strides = (lse.stride(0), lse.stride(1), lse.numel())
+    num_q_tiles = -(-problem.q_len // config.block_q)
+    kernel = PreparedLaunch(
+        forward_kernel,
+        (num_q_tiles * problem.num_heads * problem.batch_size, num_chunks, 1),
+        {
+            "SCALE_SIGN": sign,
+            "ACCUMULATE": problem.accumulates,
+            "GIVES_REST": call.rest is not None,
+            **_constants(problem, config),
+        },
+        integers=(
+            *_strides(problem, call.q), *_strides(problem, call.k), *_strides(problem, call.v),
+            *o_strides, *lse_strides, problem.num_heads, problem.q_len, problem.kv_len, num_q_tiles,
+            *_mask_numbers(problem, chunk_rows),
+        ),
+    )  # fmt: skip
+    return _Plan(kernel=kernel, num_chunks=num_chunks, together=merge)
+
+
+def _plan_merge(call: ForwardPass, num_chunks: int) -> PreparedLaunch:
+    problem = call.problem
+    num_q_tiles = -(-problem.q_len // _MERGE_BLOCK_Q)
+    return PreparedLaunch(
+        merge_kernel,
+        (num_q_tiles * problem.num_heads * problem.batch_size, 1, 1),
+        {
+            "HEAD_DIM": problem.head_dim,
+            "BLOCK_D": problem.block_d,
+            "BLOCK_Q": _MERGE_BLOCK_Q,
+            "NATURAL": _is_natural(problem),
+            "GIVES_REST": call.rest is not None,
+        },
+        integers=(*_strides(problem, call.o), call.lse.numel(), problem.num_heads, problem.q_len,
+                  num_q_tiles, num_chunks),
+    )  # fmt: skip
 
 
 def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv."""
-    problem, q, k, v, do, scale = call.problem, call.q, call.k, call.v, call.do, call.scale
-    dq, dk, dv = call.dq, call.dk, call.dv
-    row_lse, row_dots = row_terms(problem, do, call.o, call.lse, call.dlse)
+    problem = call.problem
+    row_lse, row_dots = row_terms(problem, call.do, call.o, call.lse, call.dlse)
     rest = call.rest
     if rest is None:
         # Not read unless scores are in natural units.
         rest = torch.zeros_like(row_lse) if _is_natural(problem) else row_lse
-    shared = (
-        *_cu_seqlens(call.packing),
-        *_strides(problem, q),
-        *_strides(problem, k),
-        *_strides(problem, v),
-        *_strides(problem, do),
+    given = (call.q, call.k, call.v, call.do, row_lse, rest, row_dots)
+    for name, results in (("backward_dkv", (call.dk, call.dv)), ("backward_dq", (call.dq,))):
+        if results[0].numel():
+            measure = _timed(name, call, given, results)
+            _backward_by(_config(name, problem, measure), name, call, given, results)
+
+
+def _timed(
+    name: str, call: BackwardPass, given: Sequence[Tensor], results: Sequence[Tensor]
+) -> Callable[[TileConfig], float]:
+    return lambda config: _milliseconds(lambda: _backward_by(config, name, call, given, results))
+
+
+def _backward_by(
+    config: TileConfig,
+    name: str,
+    call: BackwardPass,
+    given: Sequence[Tensor],
+    results: Sequence[Tensor],
+) -> None:
+    """Fill dk and dv, or dq, with these tiles."""
+    problem, lse = call.problem, call.lse
+    tile_rows = config.block_k if name == "backward_dkv" else config.block_q
+    chunk_rows = chunks.chunk_rows(problem, name, tile_rows)
+    strides = [x.stride() for x in (*given[:4], *results)]
+    key = (name, problem, config, chunk_rows, *strides, lse.stride())
+    plan = planned(_plans, _plan_backward, key, name, config, chunk_rows, call, results)
+    floats = _floats(problem, call.scale)
+    if plan.together is None:
+        plan.kernel(*given, *results, *_cu_seqlens(call.packing, lse), floats=floats)
+        return
+    parts = [lse.new_empty((plan.num_chunks, *x.shape)) for x in results]
+    plan.kernel(*given, *parts, lse, lse, floats=floats)
+    plan.together(parts[0], parts[-1], results[0], results[-1])
+
+
+def _plan_backward(
+    name: str,
+    config: TileConfig,
+    chunk_rows: int | None,
+    call: BackwardPass,
+    results: Sequence[Tensor],
+) -> _Plan:
+    problem = call.problem
+    of_keys = name == "backward_dkv"
+    num_heads = problem.num_kv_heads if of_keys else problem.num_heads
+    owned, tile_rows = (
+        (problem.kv_len, config.block_k) if of_keys else (problem.q_len, config.block_q)
     )
-    row_strides = _lse_strides(problem, call.lse)
-    mask = _mask(problem)
+    num_tiles = -(-owned // tile_rows)
+    num_chunks, total, chunk_stride = 1, None, 0
+    result_strides = [_strides(problem, x) for x in results]
+    if chunk_rows is not None:
+        num_chunks = chunks.num_chunks(problem, name, chunk_rows)
+        total = _plan_sum(problem, results, num_chunks)
+        row = problem.head_dim
+        chunk_stride = results[0].numel()
+        # Those of contiguous tensors.
+        result_strides = [(row * owned * num_heads, row * owned, row)] * len(results)
+    given = (call.q, call.k, call.v, call.do)
+    kernel = PreparedLaunch(
+        backward_dkv_kernel if of_keys else backward_dq_kernel,
+        (num_tiles * num_heads * problem.batch_size, num_chunks, 1),
+        _constants(problem, config),
+        integers=(
+            *chain.from_iterable(_strides(problem, x) for x in given),
+            *chain.from_iterable(result_strides), *_lse_strides(problem, call.lse), chunk_stride,
+            num_heads, problem.q_len, problem.kv_len, num_tiles,
+            *_mask_numbers(problem, chunk_rows),
+        ),
+    )  # fmt: skip
+    return _Plan(kernel=kernel, num_chunks=num_chunks, together=total)
 
-    def launch_dkv(config: TileConfig) -> None:
-        num_k_tiles = -(-problem.kv_len // config.block_k)
-        grid = (num_k_tiles * problem.num_kv_heads * problem.batch_size,)
-        backward_dkv_kernel[grid](
-            q, k, v, do, row_lse, rest, row_dots, dk, dv, *shared,
-            *_strides(problem, dk), *_strides(problem, dv), *row_strides,
-            problem.num_kv_heads, problem.q_len, problem.kv_len, num_k_tiles, scale,
-            *mask, **_constants(problem, config),
-        )  # fmt: skip
 
-    def launch_dq(config: TileConfig) -> None:
-        num_q_tiles = -(-problem.q_len // config.block_q)
-        grid = (num_q_tiles * problem.num_heads * problem.batch_size,)
-        backward_dq_kernel[grid](
-            q, k, v, do, row_lse, rest, row_dots, dq, *shared,
-            *_strides(problem, dq), *row_strides,
-            problem.num_heads, problem.q_len, problem.kv_len, num_q_tiles, scale,
-            *mask, **_constants(problem, config),
-        )  # fmt: skip
-
-    for kernel, launch, result in (
-        ("backward_dkv", launch_dkv, dk),
-        ("backward_dq", launch_dq, dq),
-    ):
-        if result.numel():
-            launch(_config(kernel, problem, _timed(launch)))
+def _plan_sum(problem: Problem, results: Sequence[Tensor], num_chunks: int) -> PreparedLaunch:
+    batch_size, num_heads, num_rows, _ = results[0].shape
+    num_tiles = -(-num_rows // _SUM_ROWS)
+    return PreparedLaunch(
+        sum_kernel,
+        (num_tiles * num_heads * batch_size, len(results), 1),
+        {"HEAD_DIM": problem.head_dim, "BLOCK_D": problem.block_d, "ROWS": _SUM_ROWS},
+        integers=(*_strides(problem, results[0]), *_strides(problem, results[-1]),
+                  results[0].numel(), num_heads, num_rows, num_tiles, num_chunks),
+    )  # fmt: skip
 
 
 def row_terms(
@@ -147,16 +259,30 @@ def row_terms(
     """
     row_lse, row_dots = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     if lse.numel():
-        # A packed batch needs no cu_seqlens here: rows are independent.
-        batch_size, num_heads, q_len = lse.shape
-        num_q_tiles = -(-q_len // _ROW_TERMS_BLOCK_Q)
-        row_terms_kernel[(num_q_tiles * num_heads * batch_size,)](
-            o, do, lse, dlse, row_lse, row_dots, *o.stride()[:3], *do.stride()[:3],
-            num_heads, q_len, num_q_tiles,
-            HEAD_DIM=problem.head_dim, BLOCK_D=problem.block_d, BLOCK_Q=_ROW_TERMS_BLOCK_Q,
-            HAS_DLSE=dlse is not None, NATURAL=_is_natural(problem),
-        )  # fmt: skip
+        key = ("row_terms", problem, lse.shape, o.stride(), do.stride(), dlse is None)
+        launch = planned(_row_terms, _plan_row_terms, key, problem, do, o, lse, dlse)
+        launch(o, do, lse, lse if dlse is None else dlse, row_lse, row_dots)
     return row_lse, row_dots
+
+
+def _plan_row_terms(
+    problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
+) -> PreparedLaunch:
+    # A packed batch needs no cu_seqlens here: rows are independent.
+    batch_size, num_heads, q_len = lse.shape
+    num_q_tiles = -(-q_len // _ROW_TERMS_BLOCK_Q)
+    return PreparedLaunch(
+        row_terms_kernel,
+        (num_q_tiles * num_heads * batch_size, 1, 1),
+        {
+            "HEAD_DIM": problem.head_dim,
+            "BLOCK_D": problem.block_d,
+            "BLOCK_Q": _ROW_TERMS_BLOCK_Q,
+            "HAS_DLSE": dlse is not None,
+            "NATURAL": _is_natural(problem),
+        },
+        integers=(*o.stride()[:3], *do.stride()[:3], num_heads, q_len, num_q_tiles),
+    )
 
 
 def forget_tiles() -> None:
@@ -195,6 +321,7 @@ def _constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         and (problem.dtype == torch.bfloat16 or problem.precision == "bf16x6"),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **({"softcap": None} if problem.softcap is None else {}),
     }
 
 
@@ -208,17 +335,25 @@ def _unit(problem: Problem) -> float:
     return 1.0 if _is_natural(problem) else math.log2(math.e)
 
 
-def _mask(problem: Problem) -> tuple[int | None, int | None, int | None, float | None]:
-    """Window, prefix, shift and cap, each None if it changes nothing."""
+def _mask_numbers(problem: Problem, chunk_rows: int | None) -> tuple[Any, ...]:
+    """Window, prefix, shift and rows of a chunk; None, which the compiler leaves out, if none."""
+    return problem.window, problem.prefix_len or None, problem.shift or None, chunk_rows
+
+
+def _floats(problem: Problem, scale: float) -> tuple[float, ...]:
+    """The scale, and the cap of the scores if there is one, in the units of scores."""
     softcap = problem.softcap
-    if softcap is not None:
-        # Beyond, all scores are equal, or all are as without a cap, as far as float32 can tell.
-        softcap = min(max(softcap, 1e-20), 1e20) * _unit(problem)
-    return problem.window, problem.prefix_len or None, problem.shift or None, softcap
+    if softcap is None:
+        return (scale,)
+    # Beyond, all scores are equal, or all are as without a cap, as far as float32 can tell.
+    return scale, min(max(softcap, 1e-20), 1e20) * _unit(problem)
 
 
-def _cu_seqlens(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if packing is None else (packing.cu_seqlens_q, packing.cu_seqlens_k)
+def _cu_seqlens(packing: Packing | None, any_tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets of the sequences; a dense batch passes tensors that nobody reads."""
+    if packing is None:
+        return any_tensor, any_tensor
+    return packing.cu_seqlens_q, packing.cu_seqlens_k
 
 
 def _strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
@@ -230,10 +365,6 @@ def _strides(problem: Problem, x: Tensor) -> tuple[int, int, int]:
 def _lse_strides(problem: Problem, lse: Tensor) -> tuple[int, int]:
     batch, head, _ = lse.stride()
     return (0 if problem.packed else batch), head
-
-
-def _timed(launch: Callable[[TileConfig], None]) -> Callable[[TileConfig], float]:
-    return lambda config: _milliseconds(lambda: launch(config))
 
 
 def _milliseconds(run: Callable[[], None]) -> float:

@@ -107,6 +107,13 @@ def visible_keys(
 
 
 @triton.jit
+def within_chunk(row, chunk, chunk_rows):
+    """The row of the chunk, or its end, that is next to ``row``."""
+    first = chunk * chunk_rows
+    return tl.minimum(tl.maximum(row, first), first + chunk_rows)
+
+
+@triton.jit
 def capped(scores, unit_scale, softcap):
     """tanh(scores * unit_scale / softcap), exact to float32; times ``softcap`` it is the score.
 

@@ -93,10 +93,13 @@ class TestShippedFile:
             if searched is None:
                 continue
             lines = tile_record.read(ROOT / searched["record"])
+            # Those that kernels have outgrown since are predictions now.
+            predicted = devices[device].get("predicted", {"rows": {}})["rows"]
+            rows = tile_record.table_of(lines)
             assert {**searched, "rows": configs._parse(searched["rows"])} == {
                 **{key: lines[0][key] for key in ("date", "torch", "triton")},
                 "record": searched["record"],
-                "rows": tile_record.table_of(lines),
+                "rows": {row: rows[row] for row in rows if row not in predicted},
             }
             assert lines[0]["device"] == device
 
