@@ -22,6 +22,7 @@ from harness.cases.case import Case
 from harness.paths import ROOT
 from harness.predictions.training import gradient_sizes
 from harness.store.record import Record, RecordStore
+from kernels.flash.any_gpu import chunks
 from kernels.flash.hopper import schedule
 from parallel.context import attention as schemes
 from parallel.context.memory.sizes import CallSizes
@@ -89,6 +90,10 @@ keys of all ranks, and of keys gathered over symmetric memory that come straight
 and whose gradients leave without float32 sums of all of them."""
 
 
+CUT_INTO_CHUNKS = "2026-11-28T04:48"
+"""When records of the any-GPU kernels began to be of loops that are cut into chunks."""
+
+
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     """As compared_peak, by the formulas of the code that a record was made with.
 
@@ -98,6 +103,9 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     with ExitStack() as stack:
         if record.started_at < SUMMED_IN_PLACE:
             stack.enter_context(patch.object(schedule, "backward_workspace", _workspace_of_parts))
+        if record.started_at < CUT_INTO_CHUNKS:
+            stack.enter_context(patch.object(chunks, "forward_workspace", _nothing))
+            stack.enter_context(patch.object(chunks, "backward_workspace", _nothing))
         if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
             stack.enter_context(patch.object(schedule, "_fewest_parts", _parts_by_mask))
@@ -110,6 +118,11 @@ def _parts_by_mask(
 ) -> int:
     """As schedule._fewest_parts, which did not look at how many queries there are."""
     return 1 if not causal or schedule.is_narrow(window, num_keys) else group_size
+
+
+def _nothing(*_: object) -> float:
+    """As chunks.forward_workspace and its like, of kernels whose loops were whole."""
+    return 0.0
 
 
 def _none(**_: object) -> None:

@@ -151,10 +151,13 @@ class FlashTriton(Attention):
         In float32 three: the forward pass keeps a second number of each row's lse.
         """
         if not self._predicted_hopper(problem):
-            from kernels.flash.any_gpu import chunks
-
             row_bytes = 12.0 if problem.dtype == "float32" else 8.0
             rows = problem.batch_size * problem.num_heads * problem.q_len
+            if problem.device == "cpu":
+                # Nothing is cut there, and the formula would load torch.
+                return row_bytes * rows
+            from kernels.flash.any_gpu import chunks
+
             of_chunks = chunks.backward_workspace(problem, self.float32_precision)
             return row_bytes * rows + of_chunks
         from kernels.flash.hopper import schedule
@@ -172,7 +175,7 @@ class FlashTriton(Attention):
 
     def forward_workspace(self, problem: AttentionProblem) -> float:
         """Bytes of the results of chunks where loops of the any-GPU kernels are cut."""
-        if self._predicted_hopper(problem):
+        if problem.device == "cpu" or self._predicted_hopper(problem):
             return 0.0
         from kernels.flash.any_gpu import chunks
 
