@@ -19,7 +19,7 @@ from kernels.flash.call.problem import MAX_SPLIT_HEAD_DIM, Problem
 from kernels.problem import AttentionProblem
 
 ROWS = 128
-"""Chunks are multiples of it, and it is one of every tile's rows."""
+"""Chunks are multiples of it, and it is a multiple of every tile's rows."""
 
 _MOST_OF_A_SHARE = 1.3
 """A loop that takes longer than so many even shares of the work is cut."""
@@ -38,8 +38,8 @@ def chunk_rows(problem: Problem, kernel: str, tile_rows: int) -> int | None:
         kernel: forward, backward_dkv or backward_dq.
         tile_rows: rows that one of its programs owns.
 
-    Calls that continue from an accumulator, have a window, whose loops are short already, or are
-    packed, whose lengths the host does not know, are left whole.
+    Left whole are calls with a window, whose loops are short already, packed ones, whose lengths
+    the host does not know, and forward passes that continue from an accumulator.
     """
     if problem.packed or problem.window is not None:
         return None
@@ -74,8 +74,7 @@ def _lengths(problem: Problem, kernel: str) -> tuple[int, int, int]:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Programs that run at once, at least; one of Triton's interpreter, and an H200's if no GPU is
-    here, for predictions."""
+    """Multiprocessors of a GPU, or of an H200 where none is here; of Triton's interpreter one."""
     if device.type != "cuda":
         return 1
     if not torch.cuda.is_available():
