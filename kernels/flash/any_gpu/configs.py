@@ -101,7 +101,8 @@ _IEEE_CANDIDATES = {
 # compute capability 8.0 and 9.0): under 160 bytes a thread, 300 in backward_dkv at head_dim 128,
 # which keeps two tiles and two sums. Those first whose rows share the splitting of most others. At
 # head_dim 128 only Hopper, whose matmuls want 64 rows, takes 128 of them well: they stand first
-# with a size that fits no smaller GPU, where they would spill 1 to 50 KB.
+# with a size that fits no smaller GPU, where they would spill 1 to 50 KB. Last stand larger tiles
+# for a search alone, which spill 176 to 704 bytes on Hopper and can be the fastest all the same.
 _SPLIT_CANDIDATES = {
     ("forward", 64): (
         (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (64, 32, 8, 2), (128, 64, 8, 2),
@@ -118,17 +119,25 @@ _SPLIT_CANDIDATES = {
     ),
     ("forward", 128): (
         (128, 32, 8, 3), (32, 32, 8, 2), (32, 32, 8, 1), (128, 32, 8, 2), (128, 16, 8, 2),
-        (64, 32, 4, 1), (64, 16, 4, 2), (32, 32, 4, 1),
+        (64, 32, 4, 1), (64, 16, 4, 2), (32, 32, 4, 1), (128, 64, 8, 1), (64, 32, 8, 2),
     ),
     ("backward_dkv", 128): (
         (32, 32, 8, 2), (32, 32, 8, 1), (32, 16, 8, 2), (32, 16, 8, 1), (16, 32, 8, 2),
+        (32, 128, 8, 1), (16, 128, 8, 1), (32, 64, 8, 1), (16, 64, 8, 1),
     ),
     ("backward_dq", 128): (
         (128, 32, 8, 1), (128, 16, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2), (64, 16, 4, 2),
-        (32, 16, 8, 1),
+        (32, 16, 8, 1), (64, 32, 8, 1), (64, 32, 4, 1),
     ),
 }  # fmt: skip
 """By kernel and the largest padded head_dim that they are for."""
+
+_NARROW_SPLIT_CANDIDATES = {
+    "forward": ((64, 64, 4, 2), (128, 128, 8, 1)),
+    "backward_dkv": ((64, 128, 8, 2), (64, 64, 4, 1)),
+    "backward_dq": ((128, 64, 8, 1), (64, 64, 4, 2), (128, 128, 8, 1)),
+}
+"""After those for 64, at a head_dim of 32 or less, where they spill 0 to 136 bytes."""
 
 _SOURCES = {"searched": ("date", "torch", "triton", "record"), "predicted": ("by",)}
 """What the shipped file says of rows besides them, by where they come from."""
@@ -220,7 +229,8 @@ def candidates(kernel: str, problem: Problem, shared_memory_bytes: int) -> list[
 def _sizes(kernel: str, problem: Problem, ieee: bool) -> tuple[tuple[int, int, int, int], ...]:
     if problem.precision != "bf16x6":
         return (_IEEE_CANDIDATES if ieee else _CANDIDATES)[kernel]
-    return _SPLIT_CANDIDATES.get((kernel, max(64, problem.block_d)), ())
+    sizes = _SPLIT_CANDIDATES.get((kernel, max(64, problem.block_d)), ())
+    return sizes + (_NARROW_SPLIT_CANDIDATES[kernel] if problem.block_d <= 32 else ())
 
 
 def autotune_seconds() -> float:
