@@ -26,6 +26,9 @@ DEFAULT_MAX_ARRAY = 1001
 PAUSES_S: tuple[float, ...] = (1.0, 2.0, 4.0)
 """How long to wait before a question is asked again that a busy controller did not answer."""
 
+WARNS_EARLY_S = 75.0
+"""Slurm checks time limits about once a minute, so its warning may come early by as much."""
+
 SUBMIT_TIMEOUT_S = 120.0
 TIMEOUT_S = 30.0
 _IDS_A_CALL = 200

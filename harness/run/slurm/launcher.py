@@ -91,7 +91,7 @@ class Slurm(Launcher):
     """How long a rank waits for the others to agree on how a case ended."""
 
     def __post_init__(self) -> None:
-        require_at_least("launcher.time_min", self.time_min, 1)
+        require_at_least("launcher.time_min", self.time_min, 2)
         require_at_least("launcher.gpus_per_node", self.gpus_per_node, 1)
         require_at_least("launcher.array_parallelism", self.array_parallelism, 1)
         require_at_least("launcher.stop_s", self.stop_s, 5)
@@ -100,10 +100,12 @@ class Slurm(Launcher):
         for key in ("task_min", "poll_s", "vote_timeout_s"):
             if getattr(self, key) <= 0:
                 raise ValueError(f"launcher.{key}={getattr(self, key)}: must be positive")
-        if self.stop_s >= 60 * self.time_min:
+        latest_s = 60 * self.time_min - slurm.WARNS_EARLY_S
+        if self.stop_s >= latest_s:
             raise ValueError(
-                f"launcher.stop_s={self.stop_s}: must be less than launcher.time_min, which is "
-                f"{60 * self.time_min} s"
+                f"launcher.stop_s={self.stop_s}: must be less than {latest_s:.0f} with "
+                f"launcher.time_min={self.time_min}, since Slurm may warn "
+                f"{slurm.WARNS_EARLY_S:.0f} s earlier than it is asked to"
             )
         for key in self.sbatch:
             if key.lstrip("-") in OWN_OPTIONS:

@@ -30,11 +30,9 @@ from harness.run.nodes.hosts import CLOCK_TOLERANCE_S, HostError, Hosts, clocks_
 from harness.run.nodes.secret import SECRET_FILE, derived_key, read_secret
 from harness.run.run_folder import RunFolder, StateProgress, TaskState, clock_offset_s
 from harness.run.runner import Runner
+from harness.run.slurm import commands as slurm
 from harness.run.workers.worker_group import WorkerStartError
 from harness.store.record import RecordStore
-
-NEAR_THE_END_S = 75.0
-"""Slurm checks time limits about once a minute, so its warning may come early by as much."""
 
 
 @dataclass(slots=True)
@@ -166,7 +164,7 @@ class Leader:
         end_s = float(
             os.environ.get("SLURM_JOB_END_TIME", self._started_s + 60 * self._task.time_min)
         )
-        return end_s - time.time() < self._task.stop_s + NEAR_THE_END_S
+        return end_s - time.time() < self._task.stop_s + slurm.WARNS_EARLY_S
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM: cancelled, or preempted by a Slurm that requeues by itself."""

@@ -257,7 +257,9 @@ class TestSubmitting:
         ("override", "key"),
         [
             ("launcher.time_min=0", "launcher.time_min=0: "),
-            ("launcher.stop_s=3600", "launcher.stop_s=3600: "),
+            ("launcher.time_min=1", "launcher.time_min=1: must be at least 2"),
+            ("launcher.time_min=2", "launcher.stop_s=90: must be less than 45 with launcher.time"),
+            ("launcher.stop_s=3525", "launcher.stop_s=3525: must be less than 3525 with launcher."),
             ("launcher.sbatch={array: 0-3}", "launcher.sbatch.array: "),
             ("launcher.partitoin=x", "launcher.partitoin: no such key; did you mean "),
         ],
