@@ -259,7 +259,7 @@ def row_terms(
     """
     row_lse, row_dots = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
     if lse.numel():
-        key = ("row_terms", problem, lse.shape, o.stride(), do.stride(), dlse is None)
+        key = (problem, lse.shape, o.dtype, o.stride(), do.stride(), dlse is None)
         launch = planned(_row_terms, _plan_row_terms, key, problem, do, o, lse, dlse)
         launch(o, do, lse, lse if dlse is None else dlse, row_lse, row_dots)
     return row_lse, row_dots

@@ -13,6 +13,7 @@ from triton_device import DEVICE, RUNS_TRITON, randn
 
 from kernels import BACKENDS, AttentionProblem, Packing
 from kernels.flash import FlashAttentionTriton, flash_attention, operator, validate
+from kernels.flash.any_gpu import launch
 from kernels.flash.call.arguments import FlashCall, FlashOptions
 from kernels.problem import AttentionSpec
 from kernels.toolchain import why_not_compile
@@ -101,6 +102,20 @@ class TestFunctions:
         assert Q.grad is not None
         wanted = torch.autograd.grad(FlashAttentionTriton.apply(Q, K, V, True).sum(), Q)[0]
         assert torch.equal(Q.grad, wanted)
+
+    def test_backward_of_o_in_either_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A ring has o in float32, and a launch reads what it was prepared for."""
+        prepared: dict[Any, Any] = {}
+        monkeypatch.setattr(launch, "_row_terms", prepared)
+        q, k, v, do = (randn(1, 2, 40, 16).to(torch.bfloat16) for _ in range(4))
+        spec = AttentionSpec(causal=True, scale=0.25)
+        call = FlashCall(q=q, k=k, v=v, spec=spec, options=FlashOptions(implementation="plain"))
+        o, lse = operator.forward(call)
+        expected = operator.backward(call, do, o, lse)
+        for _ in range(2):
+            found = operator.backward(call, do, o.float(), lse)
+            assert all(map(torch.equal, found, expected))
+        assert len(prepared) == 2
 
     def test_operators_keep_pytorchs_rules(self) -> None:
         q, k, v, _ = (x.requires_grad_() for x in inputs(q_len=5, kv_len=5))
