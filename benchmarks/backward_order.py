@@ -9,9 +9,11 @@ the last program over that of evenly divided work,
     last first   the last keys first: the shortest programs, each a turn behind the one before
     turned       the last heads by the first keys, the longest programs first, each from its last
                  queries to its first, if these heads fill the GPU
+    in part      where that is all heads, each in its first keys, after the programs of the others,
+                 and with sums of their own
 
-so that in the second order a GPU empties on short programs. docs/kernels.md holds both against what
-was measured.
+so that in the second order a GPU empties on short programs, and in the third one, besides, fewer
+programs wait for each other. docs/kernels.md holds them against what was measured.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import heapq
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 KEYS = 128
 """Of a program, and queries of a turn."""
@@ -44,23 +47,43 @@ def heads_turned(heads: int, length: int, head_dim: int) -> int:
     return turned if turned >= filling else 0
 
 
-def programs(heads: int, tiles: int, group: int, turned: int) -> Iterator[tuple[int, int, bool]]:
-    """(head, tile of keys, whether its head is turned) in the order of indices."""
-    for first in range(0, heads, group):
-        those = range(first, min(first + group, heads))
-        is_turned = first >= heads - turned
-        for place in range(tiles):
+def keys_turned(heads: int, length: int, head_dim: int) -> int:
+    """As :func:`kernels.flash.hopper.schedule.keys_turned` has it, but of any number of rounds."""
+    tiles = -(-length // KEYS)
+    if heads_turned(heads, length, head_dim) < heads:
+        return 0
+    rounds = heads * tiles / PROCESSORS
+    return max(1, int(rounds / 2 + 0.5)) * PROCESSORS // heads
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Order:
+    """In which order programs start, of heads in turns of ``group``."""
+
+    group: int
+    heads_turned: int = 0
+    """Of the last heads."""
+    keys_turned: int = 0
+    """Tiles of keys, of every head."""
+
+
+def programs(heads: int, tiles: int, order: Order) -> Iterator[tuple[int, int, bool]]:
+    """(head, tile of keys, whether it is turned) in the order of indices."""
+    for first in range(0, heads, order.group):
+        those = range(first, min(first + order.group, heads))
+        turned = order.keys_turned or (tiles if first >= heads - order.heads_turned else 0)
+        for tile in [*range(tiles - 1, turned - 1, -1), *range(turned)]:
             for head in those:
-                yield head, place if is_turned else tiles - 1 - place, is_turned
+                yield head, tile, tile < turned
 
 
-def time_of_last(heads: int, tiles: int, group: int, told_after: float, turned: int) -> float:
+def time_of_last(heads: int, tiles: int, order: Order, told_after: float) -> float:
     """Turns until the last program has ended, under a causal mask."""
     free = [0.0] * PROCESSORS
-    told = [[0.0] * tiles for _ in range(heads)]
-    for head, tile, is_turned in programs(heads, tiles, group, turned):
+    told = {(head, part): [0.0] * tiles for head in range(heads) for part in (False, True)}
+    for head, tile, is_turned in programs(heads, tiles, order):
         now = heapq.heappop(free) + START
-        of_head = told[head]
+        of_head = told[head, is_turned]
         before = None
         for turn in range(tiles - 1, tile - 1, -1) if is_turned else range(tile, tiles):
             now += 1
@@ -76,17 +99,29 @@ def time_of_last(heads: int, tiles: int, group: int, told_after: float, turned: 
     return max(free)
 
 
-def over_even(heads: int, length: int, head_dim: int, told_after: float, *, turned: bool) -> float:
+ORDERS = ("last first", "turned", "in part")
+
+
+def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
+    keys = keys_turned(heads, length, head_dim) if name == "in part" else 0
+    return Order(
+        group=heads if keys else min(heads, heads_at_once(length, head_dim)),
+        heads_turned=heads_turned(heads, length, head_dim) if name != "last first" else 0,
+        keys_turned=keys,
+    )
+
+
+def over_even(heads: int, length: int, head_dim: int, told_after: float, order: str) -> float:
     """Time of the last program over that of the same turns divided evenly."""
     tiles = -(-length // KEYS)
-    group = min(heads, heads_at_once(length, head_dim))
     even = heads * tiles * (tiles + 1) / 2 / PROCESSORS
-    last_heads = heads_turned(heads, length, head_dim) if turned else 0
-    return time_of_last(heads, tiles, group, told_after, last_heads) / even
+    last = time_of_last(heads, tiles, order_of(order, heads, length, head_dim), told_after)
+    return last / even
 
 
 SHAPES = [
-    *((1, 32768), (1, 65536), (2, 16384), (4, 16384), (8, 8192), (8, 16384), (16, 4096)),
+    *((1, 24576), (1, 32768), (1, 49152), (1, 65536), (2, 16384), (4, 8192), (4, 16384)),
+    *((3, 16384), (5, 8192), (8, 8192), (8, 16384), (12, 2048), (16, 4096)),
     *((16, 8192), (16, 16384), (16, 65536), (32, 8192), (64, 4096), (96, 1024), (96, 2048)),
 ]
 
@@ -108,16 +143,13 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     delays = arguments.told_after
-    columns = "".join(f"{f'last first ({x})':>19}{f'turned ({x})':>14}{'ratio':>8}" for x in delays)
+    columns = "".join(f"{f'{order} ({delay})':>17}" for delay in delays for order in ORDERS)
     print(f"heads  tokens{columns}")
     for heads, length in SHAPES:
         line = f"{heads:5}{length:8}"
         for delay in delays:
-            last_first, turned = (
-                over_even(heads, length, arguments.head_dim, delay, turned=turned)
-                for turned in (False, True)
-            )
-            line += f"{last_first:19.2f}{turned:14.2f}{turned / last_first:8.2f}"
+            for order in ORDERS:
+                line += f"{over_even(heads, length, arguments.head_dim, delay, order):17.2f}"
         print(line)
 
 

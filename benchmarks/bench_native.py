@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.flash import flash_attention, native
-from kernels.flash.call.arguments import FlashOptions
+from kernels.flash.call.arguments import DEFAULT_OPTIONS, FlashOptions
 
 ROUNDS = 15
 
@@ -77,7 +77,7 @@ def compare(shape: list[int]) -> None:
         steps["flash_triton, autograd=native"]()
     torch.cuda.synchronize()
     print(f"compiled and learnt in {time.perf_counter() - start:.1f} s")
-    assert native.attend(*given[:3], True, shape[-1] ** -0.5) is not None
+    assert native.attend(*given[:3], True, shape[-1] ** -0.5, DEFAULT_OPTIONS) is not None
     # The choice of SDPA's kernel is made before the clock starts: changing it takes time too.
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         times = in_turns(steps, 50)

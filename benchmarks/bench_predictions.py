@@ -94,6 +94,11 @@ CUT_INTO_CHUNKS = "2026-11-28T04:48"
 """When records of the any-GPU kernels began to be of loops that are cut into chunks."""
 
 
+TURNED_IN_PART = "2026-11-28T11:00"
+"""When records of flash_triton began to be of backward kernels that turn few heads in part, which
+have two sums of dq."""
+
+
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     """As compared_peak, by the formulas of the code that a record was made with.
 
@@ -106,6 +111,8 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
         if record.started_at < CUT_INTO_CHUNKS:
             stack.enter_context(patch.object(chunks, "forward_workspace", _nothing))
             stack.enter_context(patch.object(chunks, "backward_workspace", _nothing))
+        if record.started_at < TURNED_IN_PART:
+            stack.enter_context(patch.object(schedule, "_bytes_of_second_sums", _no_bytes))
         if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
             stack.enter_context(patch.object(schedule, "_fewest_parts", _parts_by_mask))
@@ -123,6 +130,11 @@ def _parts_by_mask(
 def _nothing(*_: object) -> float:
     """As chunks.forward_workspace and its like, of kernels whose loops were whole."""
     return 0.0
+
+
+def _no_bytes(**_: object) -> int:
+    """As schedule._bytes_of_second_sums, of kernels with one sum of dq."""
+    return 0
 
 
 def _none(**_: object) -> None:
@@ -164,8 +176,9 @@ def _workspace_of_parts(
     head_dim: int,
     causal: bool,
     window: int | None = None,
+    hides_more: bool = False,
 ) -> int:
-    """As schedule.backward_workspace, of the kernels before; windows made no difference."""
+    """As schedule.backward_workspace, of the kernels before; masks made no difference."""
     row = 4 * schedule.columns(head_dim).stored + 8
     if num_heads == num_kv_heads or not causal:
         return batch_size * num_heads * q_len * row

@@ -64,8 +64,8 @@ class Variant:
     softcap: float = 0.0
     unmasked: bool = True
     """Whether the backward kernel has a loop without a mask."""
-    turned: bool = False
-    """Whether the backward kernel has turned heads."""
+    turned: str = "none"
+    """As ``TURNED`` of the backward kernel."""
     apart: bool = False
     """Whether the backward kernel adds halves of a turn apart, of 128 columns."""
     onto: bool = False
@@ -195,7 +195,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     ]
     if kernel == "backward":
         variants.append(replace(variants[0], shared=True))
-        variants.append(replace(variants[0], turned=True, apart=True))
+        variants.append(replace(variants[0], turned="heads", apart=True))
+        variants.append(replace(variants[0], turned="keys", apart=True))
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))
     else:
@@ -254,7 +255,8 @@ def main() -> int:
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'shared' if variant.shared else '':<7}"
-                    f"{'turned' if variant.turned else '':<7}"
+                    f"{'turned' if variant.turned == 'heads' else '':<7}"
+                    f"{'in part' if variant.turned == 'keys' else '':<8}"
                     f"{'onto' if variant.onto else '':<5}"
                     f"{variant.consumers} x {variant.tiles:<3}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"

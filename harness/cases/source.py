@@ -93,8 +93,8 @@ def changed_folders(
 def _ran_hopper_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool:
     """Whether a run launched kernels for Hopper and none of those for any GPU.
 
-    The compiled autograd node launches Hopper's only, and a run that launches the others notes
-    where their tiles come from. A scheme notes nothing of the kernel that it calls.
+    Those of the compiled autograd node that did not note where tiles come from, as a run that
+    launches the others does. A scheme notes nothing of the kernel that it calls.
     """
     is_scheme = bool((case.get("attention") or {}).get("kernel"))
     return notes.get("autograd") == "native" and "tiles" not in notes and not is_scheme

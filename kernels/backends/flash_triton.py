@@ -56,8 +56,8 @@ class FlashTriton(Attention):
     autotune: bool = False
     """Whether to search for tile sizes, and remember them, where no table has an answer."""
     autograd: str = joined_later("auto")
-    """Gradients of the Hopper kernels: native (a compiled node), python, or auto (native where a
-    C++ compiler can build it)."""
+    """Gradients: native (a compiled node), python, or auto (native where a C++ compiler can build
+    it)."""
 
     def __post_init__(self) -> None:
         if self.implementation not in IMPLEMENTATIONS:
@@ -73,10 +73,6 @@ class FlashTriton(Attention):
         if self.autograd not in AUTOGRAD:
             raise ValueError(
                 f"attention.autograd={self.autograd}: must be one of {', '.join(AUTOGRAD)}"
-            )
-        if self.autograd == "native" and self.implementation == "plain":
-            raise ValueError(
-                "attention.autograd=native: the Hopper kernels have it, not implementation=plain"
             )
 
     def version(self) -> str | None:
@@ -99,7 +95,7 @@ class FlashTriton(Attention):
         return self._why_no_implementation(problem)
 
     def _why_no_implementation(self, problem: AttentionProblem) -> str | None:
-        from kernels.flash import dispatch
+        from kernels.flash import dispatch, native
 
         index = torch.cuda.current_device() if problem.device == "cuda" else None
         splits = self.float32_precision == "bf16x6" and problem.dtype == "float32"
@@ -122,8 +118,10 @@ class FlashTriton(Attention):
             shift=problem.shift,
             softcap=problem.softcap,
         )
-        implementation = "hopper" if self.autograd == "native" else self.implementation
-        return dispatch.why_not(facts, implementation)
+        reason = dispatch.why_not(facts, self.implementation)
+        if reason is None and self.autograd == "native" and (why := native.why_not()) is not None:
+            reason = f"autograd=native: {why}"
+        return reason
 
     @contextmanager
     def noting(self, notes: dict[str, Any]) -> Iterator[None]:
@@ -135,6 +133,7 @@ class FlashTriton(Attention):
         before, float32_before = native.num_calls(), dispatch.float32_calls()
         # What an earlier case remembered would not be chosen, and so not counted, again.
         launch.forget_tiles()
+        native.forget()
         origins_before = configs.origins()
         yield
         if chosen := configs.origins() - origins_before:
@@ -171,6 +170,7 @@ class FlashTriton(Attention):
             head_dim=problem.head_dim,
             causal=problem.causal,
             window=problem.window,
+            hides_more=bool(problem.prefix_len or problem.shift),
         )
 
     def forward_workspace(self, problem: AttentionProblem) -> float:

@@ -95,7 +95,7 @@ def _by_node(
     """
     if torch.compiler.is_compiling() or not native.is_built():
         return None
-    if options.autograd not in AUTOGRAD or not _may_be_native(options):
+    if options.autograd not in ("auto", "native"):
         return None
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -103,7 +103,7 @@ def _by_node(
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
     )  # fmt: skip
-    return native.attend(q, k, v, causal, scale) if needs_grad else None
+    return native.attend(q, k, v, causal, scale, options) if needs_grad else None
 
 
 def _attend(
@@ -161,10 +161,6 @@ def _has_native_form(spec: AttentionSpec) -> bool:
     )
 
 
-def _may_be_native(options: FlashOptions) -> bool:
-    return options.autograd != "python" and options.implementation != "plain"
-
-
 class _Attention(torch.autograd.Function):
     """o, or (o, lse), both differentiable; saves q, k, v, o, lse, and of float32 its rest."""
 
@@ -183,11 +179,8 @@ class _Attention(torch.autograd.Function):
         problem = call.problem()
         has_node = _has_native_form(spec) and not return_lse
         is_required = options.autograd == "native" and has_node
-        if is_required:
-            reason = "implementation=plain has none" if not _may_be_native(options) else None
-            reason = reason or dispatch.why_not(problem, "hopper")
-            if reason is not None:
-                raise ValueError(f"flash attention: autograd=native: {reason}")
+        if is_required and (reason := native.why_not()) is not None:
+            raise ValueError(f"flash attention: autograd=native: {reason}")
         rest = dispatch.empty_rest(q, spec.packing is not None)
         o, lse = dispatch.forward_of(problem, call, rest=rest)
         if sinks is not None:
@@ -196,9 +189,9 @@ class _Attention(torch.autograd.Function):
             spec = replace(spec, sinks=None)
         ctx.save_for_backward(q, k, v, o, lse, rest, *(() if sinks is None else (sinks,)))
         ctx.problem, ctx.spec, ctx.options = problem, spec, options
-        ctx.learns = has_node and _may_be_native(options)
+        ctx.learns = has_node and options.autograd != "python"
         if ctx.learns:
-            native.learn_forward(problem, q, k, v, o, lse, required=is_required)
+            native.learn_forward(problem, call, o, lse, rest, required=is_required)
         # lse rarely has a gradient; None is cheaper than zeros.
         ctx.set_materialize_grads(False)
         return (o, lse) if return_lse else o
@@ -213,7 +206,7 @@ class _Attention(torch.autograd.Function):
         # Autograd guarantees that do and dlse have the shapes and dtypes of o and lse.
         gradients = dispatch.backward_of(ctx.problem, call, do, o, lse, dlse, rest)
         if ctx.learns and dlse is None:
-            native.learn_backward(ctx.problem, call, do, o, lse, gradients)
+            native.learn_backward(ctx.problem, call, do, o, lse, rest, gradients)
         sources = (do, q, k, v) if dlse is None else (do, dlse, q, k, v)
         if sinks is None:
             return *first_order_only("flash_attention", gradients, sources), *(None,) * 4

@@ -2,14 +2,15 @@
 //
 // kernels/flash/native.py builds and feeds this module. Python runs a call first: Triton then has
 // compiled its kernels, and their parameters lie ready (kernels/launching/driver.py). Copies of those
-// make a plan here, for one device, one dtype and one layout of q, k and v, and a later call writes
-// nothing into them but addresses and scales. Nothing here knows what a kernel does.
+// make a plan here, for one device, one dtype, one layout of q, k and v and one kind of options, and a
+// later call writes nothing into them but addresses and scales. Nothing here knows what a kernel does.
 //
 // Whatever is not as it was when the plan was made is left to Python: `attend` gives None, and a
 // backward pass calls the Python function that `connect` was given.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
@@ -28,6 +29,7 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -62,7 +64,7 @@ constexpr size_t kMaxPlans = 1024;
 constexpr size_t kMaxBackwards = 16;
 
 // Which tensor a parameter is the address of; the workspace's parts follow.
-enum Slot { kQ, kK, kV, kO, kLse, kDo, kDq, kDk, kDv, kNumTensors };
+enum Slot { kQ, kK, kV, kO, kLse, kRest, kDo, kDq, kDk, kDv, kNumTensors };
 constexpr size_t kMaxSlots = 16;
 using Addresses = std::array<uint64_t, kMaxSlots>;
 
@@ -201,6 +203,31 @@ class Pass {
   void* context_ = nullptr;
 };
 
+// Memory that a pass needs besides its tensors, of which parts begin at offsets.
+class Workspace {
+ public:
+  Workspace(std::vector<int64_t> offsets, int64_t bytes)
+      : offsets_(std::move(offsets)), bytes_(bytes) {
+    TORCH_CHECK_VALUE(kNumTensors + offsets_.size() <= kMaxSlots, "too many parts of a workspace");
+  }
+
+  // To be held until the pass has been launched; undefined if there is none.
+  Tensor allocate(Addresses& addresses, const Tensor& like) const {
+    if (!bytes_) {
+      return {};
+    }
+    auto memory = at::empty({bytes_}, like.options().dtype(at::kByte));
+    for (size_t part = 0; part < offsets_.size(); ++part) {
+      addresses[kNumTensors + part] = address_of(memory) + offsets_[part];
+    }
+    return memory;
+  }
+
+ private:
+  std::vector<int64_t> offsets_;
+  int64_t bytes_;
+};
+
 using Strides = std::array<int64_t, 4>;
 
 std::optional<Strides> strides_of(const Tensor& x) {
@@ -213,19 +240,21 @@ std::optional<Strides> strides_of(const Tensor& x) {
 struct Backward {
   Strides do_strides;
   Strides dq, dk, dv;
-  // Bytes from the beginning of the workspace to each part, and to its end.
-  std::vector<int64_t> offsets;
+  Workspace workspace;
   Pass pass;
 };
 
-// Device, dtype, causal, and the layout of q, k and v, where v is as large as k.
-using Key = std::array<int64_t, 3 + 5 * 4>;
+// Device, dtype, causal, kind of options, and the layout of q, k and v, where v is as large as k.
+using Key = std::array<int64_t, 4 + 5 * 4>;
 
 struct Plan {
   Key key;
   // Of ordinary tensors: no subclass, no wrapper of a functional transformation, no lazy negation.
   c10::DispatchKeySet keys;
   Strides o;
+  // Whether the forward pass gives what float32 rounds away of lse, which the backward pass takes.
+  bool has_rest;
+  Workspace workspace;
   Pass forward;
   std::mutex mutex;
   std::vector<std::shared_ptr<Backward>> backwards;
@@ -248,7 +277,8 @@ std::map<Key, std::shared_ptr<Plan>>& plans() {
   return *all;
 }
 
-std::optional<Key> key_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+std::optional<Key> key_of(
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, int64_t kind) {
   if (q.dim() != 4 || k.dim() != 4 || v.dim() != 4 || k.sizes() != v.sizes() ||
       k.scalar_type() != q.scalar_type() || v.scalar_type() != q.scalar_type() ||
       k.device() != q.device() || v.device() != q.device()) {
@@ -258,7 +288,8 @@ std::optional<Key> key_of(const Tensor& q, const Tensor& k, const Tensor& v, boo
   key[0] = static_cast<int64_t>(q.device().type()) * 256 + q.device().index();
   key[1] = static_cast<int64_t>(q.scalar_type());
   key[2] = causal;
-  auto* next = key.data() + 3;
+  key[3] = kind;
+  auto* next = key.data() + 4;
   for (const auto part : {q.sizes(), q.strides(), k.sizes(), k.strides(), v.strides()}) {
     next = std::copy(part.begin(), part.end(), next);
   }
@@ -296,11 +327,13 @@ Tensor empty(at::IntArrayRef sizes, const Strides& strides, const Tensor& like) 
 
 variable_list call_python(
     const Tensor& d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
-    const Tensor& lse, bool causal, double scale) {
+    const Tensor& lse, const Tensor& rest, const Plan& plan, double scale) {
   const pybind11::gil_scoped_acquire gil;
   try {
     const py::handle function(backward_in_python);
-    return py::cast<variable_list>(function(d_o, q, k, v, o, lse, causal, scale));
+    const bool causal = plan.key[2] != 0;
+    return py::cast<variable_list>(
+        function(d_o, q, k, v, o, lse, rest, causal, scale, plan.key[3]));
   } catch (py::error_already_set& raised) {
     // As Python's own nodes raise it, for the engine to bring to whoever called backward.
     raised.restore();
@@ -313,9 +346,9 @@ variable_list call_python(
 // Empty if this cannot be done here.
 variable_list run_backward(
     Plan& plan, const Tensor& d_o, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
-    const Tensor& lse, double scale) {
+    const Tensor& lse, const Tensor& rest, double scale) {
   // A hook may have given back other tensors than were saved.
-  const auto key = key_of(q, k, v, plan.key[2] != 0);
+  const auto key = key_of(q, k, v, plan.key[2] != 0, plan.key[3]);
   const bool is_as_planned = key && *key == plan.key && strides_of(o) == plan.o &&
       lse.is_contiguous() && d_o.sizes() == q.sizes() && o.sizes() == q.sizes() &&
       d_o.scalar_type() == q.scalar_type() && o.scalar_type() == q.scalar_type() &&
@@ -329,6 +362,14 @@ variable_list run_backward(
       return {};
     }
   }
+  if (rest.defined() != plan.has_rest) {
+    return {};
+  }
+  if (rest.defined() &&
+      (!rest.is_contiguous() || rest.sizes() != lse.sizes() || rest.scalar_type() != at::kFloat ||
+       rest.device() != q.device() || rest.key_set() != plan.keys)) {
+    return {};
+  }
   const auto backward = plan.backward_for(*strides_of(d_o));
   if (!backward) {
     return {};
@@ -338,14 +379,11 @@ variable_list run_backward(
   auto dq = empty(q.sizes(), backward->dq, q);
   auto dk = empty(k.sizes(), backward->dk, k);
   auto dv = empty(v.sizes(), backward->dv, v);
-  const auto& offsets = backward->offsets;
-  const auto workspace = at::empty({offsets.back()}, q.options().dtype(at::kByte));
   Addresses addresses{
       address_of(q), address_of(k), address_of(v), address_of(o), address_of(lse),
+      rest.defined() ? address_of(rest) : 0,
       address_of(d_o), address_of(dq), address_of(dk), address_of(dv)};
-  for (size_t part = 0; part + 1 < offsets.size(); ++part) {
-    addresses[kNumTensors + part] = address_of(workspace) + offsets[part];
-  }
+  const auto workspace = backward->workspace.allocate(addresses, q);
   if (!are_aligned(addresses) || !backward->pass(addresses, scale, q.device())) {
     return {};
   }
@@ -361,17 +399,20 @@ struct FlashAttentionBackward : Node {
     return "FlashAttentionBackward";
   }
 
+  // Rest is undefined if there is none.
   void save(
-      const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse) {
+      const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+      const Tensor& rest) {
     q_ = SavedVariable(q, false);
     k_ = SavedVariable(k, false);
     v_ = SavedVariable(v, false);
     o_ = SavedVariable(o, true);
     lse_ = SavedVariable(lse, false);
+    rest_ = SavedVariable(rest, false);
   }
 
   variable_list apply(variable_list&& gradients) override {
-    Tensor q, k, v, o, lse;
+    Tensor q, k, v, o, lse, rest;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       q = q_.unpack();
@@ -379,14 +420,15 @@ struct FlashAttentionBackward : Node {
       v = v_.unpack();
       o = o_.unpack(getptr());
       lse = lse_.unpack();
+      rest = rest_.unpack();
     }
     auto& given = gradients[0];
     auto d_o = given.defined() ? std::move(given) : at::zeros_like(o);
     const bool is_differentiated =
         torch::autograd::compute_requires_grad(d_o, q, k, v);
-    auto made = run_backward(*plan_, d_o, q, k, v, o, lse, scale_);
+    auto made = run_backward(*plan_, d_o, q, k, v, o, lse, rest, scale_);
     if (made.empty()) {
-      made = call_python(d_o, q, k, v, o, lse, plan_->key[2] != 0, scale_);
+      made = call_python(d_o, q, k, v, o, lse, rest, *plan_, scale_);
     }
     if (is_differentiated) {
       const auto sources = torch::autograd::collect_next_edges(d_o, q, k, v);
@@ -399,7 +441,7 @@ struct FlashAttentionBackward : Node {
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&q_, &k_, &v_, &o_, &lse_}) {
+    for (auto* saved : {&q_, &k_, &v_, &o_, &lse_, &rest_}) {
       saved->reset_data();
     }
   }
@@ -411,7 +453,7 @@ struct FlashAttentionBackward : Node {
 
   std::shared_ptr<Plan> plan_;
   double scale_;
-  SavedVariable q_, k_, v_, o_, lse_;
+  SavedVariable q_, k_, v_, o_, lse_, rest_;
 };
 
 // Torch holds nodes by shared_ptr until 2.12, and by intrusive_ptr since.
@@ -441,12 +483,12 @@ Tensor FlashAttentionBackward::not_differentiable(
 
 // Undefined if Python is to run it.
 Tensor run_attend(
-    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale) {
-  // Nor is a scale that is not a number above zero.
-  if (!(scale > 0) || !std::isfinite(scale) || is_watched()) {
+    const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale, int64_t kind) {
+  // Nor is a scale that is not a number above zero, in float32 too.
+  if (!(scale > std::numeric_limits<float>::min()) || !std::isfinite(scale) || is_watched()) {
     return {};
   }
-  auto plan = plan_of(key_of(q, k, v, causal));
+  auto plan = plan_of(key_of(q, k, v, causal, kind));
   if (!plan) {
     return {};
   }
@@ -456,14 +498,19 @@ Tensor run_attend(
       return {};
     }
   }
-  Tensor o, lse;
+  Tensor o, lse, rest;
   {
     const at::AutoDispatchBelowADInplaceOrView kernels_only;
     const c10::DeviceGuard guard(q.device());
     o = empty(q.sizes(), plan->o, q);
     lse = at::empty(q.sizes().slice(0, 3), q.options().dtype(at::kFloat));
-    const Addresses addresses{
-        address_of(q), address_of(k), address_of(v), address_of(o), address_of(lse)};
+    if (plan->has_rest) {
+      rest = at::empty_like(lse);
+    }
+    Addresses addresses{
+        address_of(q), address_of(k), address_of(v), address_of(o), address_of(lse),
+        plan->has_rest ? address_of(rest) : 0};
+    const auto workspace = plan->workspace.allocate(addresses, q);
     if (!are_aligned(addresses) || !plan->forward(addresses, scale, q.device())) {
       return {};
     }
@@ -472,14 +519,14 @@ Tensor run_attend(
     auto* node = new FlashAttentionBackward(
         torch::autograd::collect_next_edges(q, k, v), std::move(plan), scale);
     torch::autograd::set_history(o, held(node));
-    node->save(q, k, v, o, lse);
+    node->save(q, k, v, o, lse, rest);
   }
   return o;
 }
 
 PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t number) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(number == 5, "attend takes q, k, v, causal and scale");
+  TORCH_CHECK_TYPE(number == 6, "attend takes q, k, v, causal, scale and kind");
   for (int i = 0; i < 3; ++i) {
     if (!THPVariable_CheckExact(arguments[i])) {
       Py_RETURN_NONE;
@@ -489,6 +536,7 @@ PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t number) {
     Py_RETURN_NONE;
   }
   const double scale = PyFloat_AsDouble(arguments[4]);
+  const int64_t kind = PyLong_AsLongLong(arguments[5]);
   if (PyErr_Occurred()) {
     return nullptr;
   }
@@ -500,7 +548,8 @@ PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t number) {
         THPVariable_Unpack(arguments[1]),
         THPVariable_Unpack(arguments[2]),
         arguments[3] == Py_True,
-        scale);
+        scale,
+        kind);
   }
   if (!o.defined()) {
     Py_RETURN_NONE;
@@ -524,12 +573,14 @@ void connect(
 
 // What later calls like the one with these q, k, v and o are to launch.
 void learn_forward(
-    const std::array<Tensor, 4>& x, bool causal, const std::vector<Contents>& launches) {
-  const auto key = key_of(x[0], x[1], x[2], causal);
+    const std::array<Tensor, 4>& x, bool causal, int64_t kind, bool has_rest,
+    const std::vector<int64_t>& offsets, int64_t bytes, const std::vector<Contents>& launches) {
+  const auto key = key_of(x[0], x[1], x[2], causal, kind);
   const auto o = strides_of(x[3]);
   TORCH_CHECK_VALUE(key && o, "q, k, v and o do not fit each other");
   const auto ordinary = at::empty({0}, x[0].options()).key_set();
-  std::shared_ptr<Plan> plan(new Plan{*key, ordinary, *o, Pass(launches), {}, {}});
+  std::shared_ptr<Plan> plan(new Plan{
+      *key, ordinary, *o, has_rest, Workspace(offsets, bytes), Pass(launches), {}, {}});
   const std::lock_guard<std::mutex> lock(plans_mutex);
   if (plans().size() >= kMaxPlans) {
     plans().clear();
@@ -537,28 +588,31 @@ void learn_forward(
   plans()[*key] = std::move(plan);
 }
 
-// The same for the backward pass, of q, k, v, do, dq, dk and dv.
+// The same for the backward pass, of q, k, v, o, do, dq, dk and dv.
 void learn_backward(
-    const std::array<Tensor, 7>& x, bool causal, const std::vector<int64_t>& workspace_bytes,
-    const std::vector<Contents>& launches) {
-  const auto plan = plan_of(key_of(x[0], x[1], x[2], causal));
+    const std::array<Tensor, 8>& x, bool causal, int64_t kind,
+    const std::vector<int64_t>& offsets, int64_t bytes, const std::vector<Contents>& launches) {
+  const auto plan = plan_of(key_of(x[0], x[1], x[2], causal, kind));
   if (!plan) {
     return;
   }
   for (const auto& tensor : x) {
     TORCH_CHECK_VALUE(strides_of(tensor), "a tensor does not have four dimensions");
   }
-  // Where torch's allocator would let each of them begin.
-  constexpr int64_t granularity = 512;
-  std::vector<int64_t> offsets{0};
-  for (const int64_t bytes : workspace_bytes) {
-    offsets.push_back(offsets.back() + (bytes + granularity - 1) / granularity * granularity);
+  // A hook may have given back another o than was saved, which the launches are of.
+  if (strides_of(x[3]) != plan->o) {
+    return;
   }
-  TORCH_CHECK_VALUE(kNumTensors + offsets.size() - 1 <= kMaxSlots, "too large a workspace");
   std::shared_ptr<Backward> backward(new Backward{
-      *strides_of(x[3]), *strides_of(x[4]), *strides_of(x[5]), *strides_of(x[6]),
-      std::move(offsets), Pass(launches)});
+      *strides_of(x[4]), *strides_of(x[5]), *strides_of(x[6]), *strides_of(x[7]),
+      Workspace(offsets, bytes), Pass(launches)});
   const std::lock_guard<std::mutex> lock(plan->mutex);
+  for (auto& known : plan->backwards) {
+    if (known->do_strides == backward->do_strides) {
+      known = std::move(backward);
+      return;
+    }
+  }
   if (plan->backwards.size() >= kMaxBackwards) {
     plan->backwards.clear();
   }

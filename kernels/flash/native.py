@@ -6,7 +6,8 @@ does both without Python. It is built by the C++ compiler that Triton needs as w
 seconds, and kept in the user's cache; where that cannot be done gradients run through Python.
 
 It repeats calls that ran before. Python runs the first of a kind (a device, a dtype, a layout of
-q, k and v), then :func:`learn_forward` and :func:`learn_backward` hand over what was launched.
+q, k and v, and options), then :func:`learn_forward` and :func:`learn_backward` hand over what was
+launched.
 PyTorch's compiled autograd, which wants to trace every node, cannot trace this one: under it, of a
 forward pass that is not compiled, choose Python's.
 """
@@ -23,7 +24,6 @@ import subprocess
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Sequence
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from threading import Lock
@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from kernels.flash import dispatch
+from kernels.flash.any_gpu import launch as any_gpu
 from kernels.flash.any_gpu.configs import cache_folder
-from kernels.flash.call.arguments import BackwardPass, FlashCall, ForwardPass
-from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper.launch import Step
+from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
+from kernels.flash.call.problem import PRECISIONS, Problem, automatic_precision
 from kernels.launching import driver as driver_launch
-from kernels.launching.prepared import is_watched
+from kernels.launching.device import on
+from kernels.launching.prepared import PlannedPass, is_watched
 from kernels.problem import AttentionSpec
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -63,15 +63,55 @@ class _Node:
 _lock = Lock()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor | None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, options: FlashOptions
+) -> Tensor | None:
     """o, differentiable; None if Python has to run this call."""
     module = _Node.module
     if module is None or is_watched():
         return None
-    o = module.attend(q, k, v, causal, scale)
+    kind = _kind(q, options)
+    if kind is None:
+        return None
+    o = module.attend(q, k, v, causal, scale, kind)
     if o is not None:
         _Node.num_calls += 1
     return o
+
+
+_OPTIONS = tuple(
+    FlashOptions(implementation=implementation, precision=precision, autotune=autotune)
+    for implementation in ("auto", *dispatch.IMPLEMENTATIONS)
+    for precision in PRECISIONS
+    for autotune in (False, True)
+)
+"""By kind."""
+
+_KINDS = {(x.implementation, x.precision, x.autotune): kind for kind, x in enumerate(_OPTIONS)}
+
+
+def _kind(q: Tensor, options: FlashOptions) -> int | None:
+    """A number for what else decides how a call runs: options, and how PyTorch multiplies float32.
+
+    None if an option is none that there is, which Python says.
+    """
+    precision = options.precision
+    if q.dtype != torch.float32:
+        precision = "ieee" if precision in PRECISIONS else precision
+    elif precision == "auto":
+        precision = automatic_precision(q)
+    return _KINDS.get((options.implementation, precision, options.autotune))
+
+
+def forget() -> None:
+    """Have Python run the next call of every kind."""
+    if _Node.module is not None:
+        _Node.module.forget()
+
+
+def why_not() -> str | None:
+    """None if kernels are compiled here, and so can be launched by compiled code."""
+    return "Triton's interpreter compiles nothing" if any_gpu.INTERPRETED else None
 
 
 def is_built() -> bool:
@@ -85,28 +125,39 @@ def num_calls() -> int:
 
 
 def learn_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, required: bool
+    problem: Problem,
+    call: FlashCall,
+    o: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    *,
+    required: bool,
 ) -> None:
     """Let the compiled node run later calls like this one, which has just run.
 
     Args:
-        required: whether to raise where that is impossible, and not to warn.
+        rest: of :func:`dispatch.empty_rest`.
+        required: whether to raise where there is no node, and not to warn. A call that cannot be
+            repeated, such as one of tensors that begin at odd places, stays Python's all the same.
 
     Raises:
         ValueError: there is no compiled node, and it is required.
     """
-    if not _are_plain(q, k, v, o):
+    q, k, v = call.q, call.k, call.v
+    kind = _kind(q, call.options)
+    is_impossible = _Node.reason is not None and not required
+    if is_impossible or kind is None or not _are_plain(q, k, v, o):
         return
-    slots = _apart(q, k, v, o, lse)
-    names = ("q", "k", "v", "o", "lse")
-    call = ForwardPass(problem=problem, scale=1.0, **dict(zip(names, slots, strict=True)))
-    steps = hopper.planned_forward(call)
-    launches = None if steps is None else _contents(steps, slots)
-    if launches is None:
+    given = _apart({"q": q, "k": k, "v": v, "o": o, "lse": lse, "rest": rest})
+    implementation = dispatch._choose(problem, call.options.implementation, "forward")
+    forward = ForwardPass(problem=problem, scale=1.0, **given)
+    found = _found(implementation.planned_forward(forward), given)
+    if found is None:
         return
     module = _module(required)
     if module is not None:
-        module.learn_forward((q, k, v, o), problem.causal, launches)
+        with on(problem.device):
+            module.learn_forward((q, k, v, o), problem.causal, kind, rest is not None, *found)
 
 
 def learn_backward(
@@ -115,43 +166,76 @@ def learn_backward(
     do: Tensor,
     o: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Let the compiled node run later calls like this one, which has just run."""
     q, k, v = call.q, call.k, call.v
-    if _Node.module is None or not _are_plain(do, q, k, v, o, *gradients):
+    kind = _kind(q, call.options)
+    if _Node.module is None or kind is None or not _are_plain(do, q, k, v, o, *gradients):
         return
-    slots = _apart(q, k, v, o, lse, do, *gradients)
-    names = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv")
-    given = dict(zip(names, slots, strict=True))
-    planned = hopper.planned_backward(BackwardPass(problem=problem, dlse=None, scale=1.0, **given))
-    if planned is None:
-        return
-    launches = _contents(planned.steps, [*slots, *planned.workspace])
-    if launches is None:
-        return
-    sizes = [x.numel() * x.element_size() for x in planned.workspace]
-    _Node.module.learn_backward((q, k, v, do, *gradients), problem.causal, sizes, launches)
+    dq, dk, dv = gradients
+    given = _apart(
+        {"q": q, "k": k, "v": v, "o": o, "lse": lse, "rest": rest, "do": do,
+         "dq": dq, "dk": dk, "dv": dv}
+    )  # fmt: skip
+    implementation = dispatch._choose(problem, call.options.implementation, "backward")
+    backward = BackwardPass(problem=problem, dlse=None, scale=1.0, **given)
+    found = _found(implementation.planned_backward(backward), given)
+    if found is not None:
+        with on(problem.device):
+            _Node.module.learn_backward((q, k, v, o, do, *gradients), problem.causal, kind, *found)
 
 
-def _apart(*tensors: Tensor) -> list[Tensor]:
+_SLOTS = ("q", "k", "v", "o", "lse", "rest", "do", "dq", "dk", "dv")
+"""The tensors of native.cpp's Slot; the workspace's parts follow."""
+
+_GRANULARITY = 512
+"""Bytes at whose multiples torch's allocator would let each part of a workspace begin."""
+
+
+def _apart(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
     """Distinct objects for the arguments, since a user may pass one tensor as q, k and v."""
-    return [x.detach() for x in tensors]
+    return {name: None if x is None else x.detach() for name, x in tensors.items()}
 
 
-def _contents(steps: Sequence[Step], slots: Sequence[Tensor]) -> list[tuple] | None:
-    """Contents of each launch, the places of its tensors in ``slots``, and its floats.
+def _found(
+    planned: PlannedPass | None, given: dict[str, Tensor | None]
+) -> tuple[list[int], int, list[tuple]] | None:
+    """Where parts of the workspace begin, its bytes, and the launches; None if not all are known.
 
-    The floats of a scale of 1 are what the scale is to be multiplied with.
+    Of each launch the contents, the places of its tensors, and its floats: those of a scale of 1
+    are what the scale is to be multiplied with.
     """
-    places = {id(x): place for place, x in enumerate(slots)}
+    if planned is None:
+        return None
+    parts, offsets, total = _laid_out(planned)
+    places = {id(given.get(name)): place for place, name in enumerate(_SLOTS)}
+    places |= {id(part): len(_SLOTS) + place for place, part in enumerate(parts)}
     launches = []
-    for step in steps:
+    for step in planned.steps:
         contents = step.launch.contents()
         if contents is None:
             return None
         launches.append((*contents, tuple(places[id(x)] for x in step.tensors), step.floats))
-    return launches
+    return offsets, total, launches
+
+
+def _laid_out(planned: PlannedPass) -> tuple[list[Tensor], list[int], int]:
+    """The parts of a workspace, the bytes before each of them, and those of the whole."""
+    parts: list[Tensor] = []
+    offsets: list[int] = []
+    common = total = 0
+    for number, stage in enumerate((planned.workspace, *planned.stages)):
+        end = common
+        for part in stage:
+            parts.append(part)
+            offsets.append(end)
+            end += -(-part.numel() * part.element_size() // _GRANULARITY) * _GRANULARITY
+        if number == 0:
+            common = end
+        total = max(total, end)
+    return parts, offsets, total
 
 
 def _are_plain(*tensors: Tensor) -> bool:
@@ -165,14 +249,17 @@ def _backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     causal: bool,
     scale: float,
+    kind: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of a call that the compiled node knows the forward pass of alone."""
-    call = FlashCall(q=q, k=k, v=v, spec=AttentionSpec(causal=causal, scale=scale))
+    spec = AttentionSpec(causal=causal, scale=scale)
+    call = FlashCall(q=q, k=k, v=v, spec=spec, options=_OPTIONS[kind])
     problem = call.problem()
-    gradients = dispatch.backward_of(problem, call, do, o, lse, None)
-    learn_backward(problem, call, do, o, lse, gradients)
+    gradients = dispatch.backward_of(problem, call, do, o, lse, None, rest)
+    learn_backward(problem, call, do, o, lse, rest, gradients)
     return gradients
 
 

@@ -9,11 +9,11 @@ whether they are multiples of 16 bytes: a call with one that is not is left to T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,29 @@ class PreparedLaunch:
     def _constant_arguments(self) -> list[Any]:
         """The constants as a compiled kernel takes them: by position, without Triton's options."""
         return [self.constants[name] for name in self.kernel.arg_names if name in self.constants]
+
+
+class Step(NamedTuple):
+    """A launch and its arguments."""
+
+    launch: PreparedLaunch
+    tensors: tuple[Tensor, ...]
+    floats: tuple[float, ...] = ()
+
+
+class PlannedPass(NamedTuple):
+    """The launches of a pass, and tensors that stand for its memory, as large but without any."""
+
+    steps: list[Step]
+    workspace: Sequence[Tensor] = ()
+    stages: Sequence[Sequence[Tensor]] = ()
+    """More of it, of stages that follow one another: each may have the place of the one before."""
+
+
+def run(steps: Iterable[Step]) -> None:
+    """Launch one after another."""
+    for step in steps:
+        step.launch(*step.tensors, floats=step.floats)
 
 
 def planned(plans: dict[Any, Any], build: Callable[..., Any], key: tuple, *arguments: Any) -> Any:

@@ -1,8 +1,9 @@
-"""The Hopper kernels made of Python, behind a driver made of Python: on a CPU, from raw addresses.
+"""Kernels behind a driver made of Python: on a CPU, from raw addresses.
 
-Each has the parameters of the real one, in a real launch's order and layout, and computes in
-float64 what the real one does from nothing but the values of its parameters: whoever launches one
-with a wrong address, stride or scale gets a wrong result.
+Each has the parameters of the real one, in a real launch's order and layout, and computes from
+nothing but the values of its parameters: whoever launches one with a wrong address, stride or scale
+gets a wrong result. Those for Hopper are made of Python, and compute in float64; those for any GPU
+are the real ones, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from fake_driver import FACTS, Compiled, Driver, install, number
 from torch import Tensor
 
-from kernels.flash import dispatch
+from kernels.flash import dispatch, native
+from kernels.flash.any_gpu import chunks
+from kernels.flash.any_gpu import launch as any_gpu
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import plans
 
@@ -28,6 +31,10 @@ LOG2_E = math.log2(math.e)
 
 Values = dict[str, Any]
 """Parameters by name: numbers, addresses, and for a descriptor (address, shape, strides)."""
+
+Grid = tuple[int, int, int]
+
+Compute = Callable[[Values, Grid], None]
 
 
 def at(address: int, dtype: torch.dtype, shape: Any, strides: Any) -> Tensor:
@@ -44,13 +51,13 @@ def contiguous(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
 class Kernel:
     """Replaces a Triton kernel, before and after it is compiled."""
 
-    def __init__(self, real: Any, compute: Callable[[Values], None], gpu: EmulatedGpu) -> None:
+    def __init__(self, real: Any, compute: Compute, gpu: EmulatedGpu) -> None:
         self.arg_names = list(getattr(real, "arg_names", None) or real.fn.__code__.co_varnames)
         self.compute, self.gpu = compute, gpu
         self.by_triton = 0
         """How often it was launched by what stands for Triton."""
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+    def __getitem__(self, grid: Grid) -> Any:
         def run(*arguments: Any, **constants: Any) -> Compiled:
             given = dict(zip(self.arg_names, arguments, strict=False)) | constants
             given = {name: given[name] for name in self.arg_names if name in given}
@@ -58,8 +65,8 @@ class Kernel:
             compiled = Compiled(signature, tensordesc_meta=[FACTS] * len(given))
             compiled.function = self.gpu.add(self, signature, given)
             self.by_triton += 1
-            self.compute({name: _as_value(value) for name, value in given.items()})
-            compiled.launched = _Relaunched(self, given)
+            self.compute({name: _as_value(value) for name, value in given.items()}, grid)
+            compiled.launched = _Relaunched(self, given, grid)
             return compiled
 
         return run
@@ -68,14 +75,14 @@ class Kernel:
 class _Relaunched(list):
     """The list to which a :class:`fake_driver.Compiled` appends the arguments of launches."""
 
-    def __init__(self, kernel: Kernel, given: dict[str, Any]) -> None:
+    def __init__(self, kernel: Kernel, given: dict[str, Any], grid: Grid) -> None:
         super().__init__()
-        self.kernel, self.names = kernel, list(given)
+        self.kernel, self.names, self.grid = kernel, list(given), grid
 
     def append(self, arguments: Any) -> None:
         self.kernel.by_triton += 1
         values = zip(self.names, arguments, strict=True)
-        self.kernel.compute({name: _as_value(value) for name, value in values})
+        self.kernel.compute({name: _as_value(value) for name, value in values}, self.grid)
 
 
 def _kind(value: Any, constant: bool) -> str:
@@ -83,8 +90,8 @@ def _kind(value: Any, constant: bool) -> str:
         return "tensordesc<layout>"
     if isinstance(value, Tensor):
         return "*any"
-    # Triton compiles a 1 in.
-    if constant or (value == 1 and isinstance(value, int)):
+    # Triton compiles a 1 in, and None.
+    if constant or value is None or (value == 1 and isinstance(value, int)):
         return "constexpr"
     if isinstance(value, float):
         return "fp32"
@@ -149,7 +156,7 @@ class EmulatedGpu:
                 values[name] = given[name] if kind == "constexpr" else number(next(raw))
         self.launches.append(next(n for n, k in self.kernels.items() if k is kernel))
         self.streams.append(made["stream"])
-        kernel.compute(values)
+        kernel.compute(values, made["grid"])
         return 0
 
 
@@ -185,7 +192,7 @@ def row_statistics(x: Values) -> None:
     statistics = contiguous(x["statistics_ptr"], torch.float32, 2, lines, x["padded_len"])
     statistics[0, :, :rows] = lse.where(lse > -math.inf, torch.tensor(math.inf)) * LOG2_E
     statistics[1, :, :rows] = (o.double() * do.double()).sum(-1).reshape(lines, rows)
-    contiguous(x["counts_ptr"], torch.int32, lines, x["padded_len"] // 64).zero_()
+    contiguous(x["counts_ptr"], torch.int32, x["SUMS"] * lines, x["padded_len"] // 64).zero_()
     if x["num_key_counts"]:
         contiguous(x["key_counts_ptr"], torch.int32, x["num_key_counts"]).zero_()
 
@@ -195,7 +202,8 @@ def backward(x: Values) -> None:
     q, do, k, v = (at(x[name][0], DTYPE, *x[name][1:]).double() for name in names)
     batch, heads, rows, head_dim = q.shape
     lines, padded = x["num_lines"], x["padded_len"]
-    counts = contiguous(x["counts"], torch.int32, lines, padded // 64)
+    num_sums = 2 if x["TURNED"] == "keys" else 1
+    counts = contiguous(x["counts"], torch.int32, num_sums * lines, padded // 64)
     assert not counts.any(), "counts begin at zero"
     counts.fill_(7)
     statistics = contiguous(x["stat_desc"][0], torch.float32, 2, lines, padded).double()
@@ -205,8 +213,12 @@ def backward(x: Values) -> None:
     scores = _mask(q @ keys.mT * (x["scale_log2"] / LOG2_E), x["CAUSAL"])
     p = (scores - lse / LOG2_E).exp()
     ds = p * (do @ values.mT - delta)
-    sums = contiguous(x["dq_sums"], torch.float32, lines, padded, x["BLOCK_D"])
-    sums[:, :rows, :head_dim] = (ds @ keys).reshape(lines, rows, head_dim)
+    sums = contiguous(x["dq_sums"], torch.float32, num_sums, lines, padded, x["BLOCK_D"])
+    # The first sums are of the first keys, if there are others.
+    first_key = x["num_turned"] * 128 if num_sums == 2 else keys.shape[2]
+    for part, those in enumerate((slice(first_key), slice(first_key, None))[:num_sums]):
+        of_keys = ds[..., those] @ keys[:, :, those]
+        sums[part, :, :rows, :head_dim] = of_keys.reshape(lines, rows, head_dim)
     assert x["SHARED"] == (parts > 1)
     if parts > 1:
         num_key_lines, padded_keys = batch * k.shape[1], x["padded_keys"]
@@ -223,7 +235,8 @@ def backward(x: Values) -> None:
 
 def finish_dq(x: Values) -> None:
     lines, rows, width = x["BATCH"] * x["num_heads"], x["q_len"], x["HEAD_DIM"]
-    sums = contiguous(x["sums_ptr"], torch.float32, lines, x["padded_len"], x["BLOCK_D"])
+    shape = (x["SUMS"], lines, x["padded_len"], x["BLOCK_D"])
+    sums = contiguous(x["sums_ptr"], torch.float32, *shape).sum(0)
     dq = sums[:, :rows, :width].double() * x["scale"]
     shape = (x["BATCH"], x["num_heads"], rows, width)
     strides = (x["stride_qb"], x["stride_qh"], x["stride_qs"], 1)
@@ -238,8 +251,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
 
     gpu = EmulatedGpu(install(monkeypatch))
 
-    def with_batch(compute: Callable[[Values], None]) -> Callable[[Values], None]:
-        return lambda values: compute({"BATCH": batch, **values})
+    def with_batch(compute: Callable[[Values], None]) -> Compute:
+        return lambda values, grid: compute({"BATCH": batch, **values})
 
     for module, name, compute in (
         (hopper_forward, "flash_forward", forward),
@@ -249,11 +262,38 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
     ):
         gpu.kernels[name] = Kernel(getattr(module, name), with_batch(compute), gpu)
         monkeypatch.setattr(module, name, gpu.kernels[name])
+    monkeypatch.setattr(native, "why_not", lambda: None)
     monkeypatch.setattr(dispatch, "_choose", lambda problem, implementation, direction: hopper)
     monkeypatch.setattr(plans, "FORWARD_PLANS", {})
     monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return gpu
+
+
+def emulate_any_gpu(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> EmulatedGpu:
+    """The kernels for any GPU run here, on float32 CPU tensors, as a GPU of so many would."""
+    gpu = EmulatedGpu(install(monkeypatch))
+
+    def interpreted(real: Any) -> Compute:
+        def compute(values: Values, grid: Grid) -> None:
+            arguments = {
+                name: contiguous(value, torch.float32, 1) if name.endswith("_ptr") else value
+                for name, value in values.items()
+            }
+            real[grid](**arguments)
+
+        return compute
+
+    for name in ("forward", "merge", "row_terms", "backward_dkv", "backward_dq", "sum"):
+        real = getattr(any_gpu, f"{name}_kernel")
+        gpu.kernels[name] = Kernel(real, interpreted(real), gpu)
+        monkeypatch.setattr(any_gpu, f"{name}_kernel", gpu.kernels[name])
+    monkeypatch.setattr(native, "why_not", lambda: None)
+    monkeypatch.setattr(chunks, "num_multiprocessors", lambda device: multiprocessors)
+    chunks.chunk_rows.cache_clear()
+    for remembered in ("_configs", "_plans", "_row_terms"):
+        monkeypatch.setattr(any_gpu, remembered, {})
     return gpu
 
 

@@ -24,7 +24,7 @@ from kernels.flash.any_gpu.configs import TileConfig
 from kernels.flash.any_gpu.forward import forward_kernel, merge_kernel
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem, why_not_split
-from kernels.launching.prepared import PreparedLaunch, planned
+from kernels.launching.prepared import PlannedPass, PreparedLaunch, Step, planned, run
 from kernels.problem import Packing
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
@@ -75,25 +75,46 @@ def forward(call: ForwardPass) -> None:
     _forward_by(_config("forward", call.problem, measure), call)
 
 
+def planned_forward(call: ForwardPass) -> PlannedPass | None:
+    """The launches of a call; None unless they are planned, and all that :func:`forward` does."""
+    config = _configs.get(("forward", call.problem))
+    plan = None if config is None else _plans.get(_forward_key(config, call))
+    if plan is None:
+        return None
+    parts = _without_memory(plan.parts)
+    return PlannedPass(_forward_steps(plan, call, parts), parts)
+
+
 def _forward_by(config: TileConfig, call: ForwardPass) -> None:
     """The forward pass with these tiles."""
-    problem, scale, lse = call.problem, call.scale, call.lse
+    plan = planned(_plans, _plan_forward, _forward_key(config, call), call, config)
+    run(_forward_steps(plan, call, [call.lse.new_empty(shape) for shape in plan.parts]))
+
+
+def _forward_key(config: TileConfig, call: ForwardPass) -> tuple:
+    """All that the plan depends on."""
+    tensors = (call.q, call.k, call.v, call.o, call.lse)
+    is_whole = call.rest is None
+    return (call.problem, config, _sign(call.scale), is_whole, *[x.stride() for x in tensors])
+
+
+def _sign(scale: float) -> int:
     # A scale below float32's range is a zero, and minus infinity times zero is not a number.
-    sign = (scale > _SMALLEST) - (scale < -_SMALLEST)
-    chunk_rows = chunks.chunk_rows(problem, "forward", config.block_q)
-    tensors = (call.q, call.k, call.v, call.o, lse)
-    key = (problem, config, chunk_rows, sign, call.rest is None, *[x.stride() for x in tensors])
-    plan = planned(_plans, _plan_forward, key, call, config, chunk_rows, sign)
+    return (scale > _SMALLEST) - (scale < -_SMALLEST)
+
+
+def _forward_steps(plan: _Plan, call: ForwardPass, parts: Sequence[Tensor]) -> list[Step]:
+    problem, lse = call.problem, call.lse
     results = call.o, lse, lse if call.rest is None else call.rest
     given = (call.q, call.k, call.v)
-    floats = _floats(problem, abs(scale) * _unit(problem) if sign else 1.0)
+    scale = abs(call.scale) * _unit(problem) if _sign(call.scale) else 1.0
+    floats = _floats(problem, scale)
     if plan.together is None:
-        plan.kernel(*given, *results, *_cu_seqlens(call.packing, lse), floats=floats)
-        return
-    parts = lse.new_empty((plan.num_chunks, *call.o.shape))
-    m, l = lse.new_empty((2, plan.num_chunks, *lse.shape))  # noqa: E741
-    plan.kernel(*given, parts, m, l, lse, lse, floats=floats)
-    plan.together(parts, m, l, *results)
+        return [Step(plan.kernel, (*given, *results, *_cu_seqlens(call.packing, lse)), floats)]
+    return [
+        Step(plan.kernel, (*given, *parts, lse, lse), floats),
+        Step(plan.together, (*parts, *results)),
+    ]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -101,20 +122,23 @@ class _Plan:
     """Launches of a pass, of which all but addresses and floats is known."""
 
     kernel: PreparedLaunch
-    num_chunks: int
-    together: PreparedLaunch | None
-    """What puts the results of chunks together; None of loops that are whole."""
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the results of chunks, in float32."""
+    together: PreparedLaunch | None = None
+    """What puts these together; None of loops that are whole."""
 
 
-def _plan_forward(
-    call: ForwardPass, config: TileConfig, chunk_rows: int | None, sign: int
-) -> _Plan:
+def _plan_forward(call: ForwardPass, config: TileConfig) -> _Plan:
     problem, o, lse = call.problem, call.o, call.lse
+    chunk_rows = chunks.chunk_rows(problem, "forward", config.block_q)
     num_chunks, merge = 1, None
+    parts: tuple[tuple[int, ...], ...] = ()
     o_strides, lse_strides = (*_strides(problem, o), 0), (*_lse_strides(problem, lse), 0)
     if chunk_rows is not None:
         num_chunks = chunks.num_chunks(problem, "forward", chunk_rows)
         merge = _plan_merge(call, num_chunks)
+        # Sums, and of each row the maximum and the total that they are of.
+        parts = (num_chunks, *o.shape), (num_chunks, *lse.shape), (num_chunks, *lse.shape)
         # Those of contiguous tensors, and of the chunks before them.
         row = problem.head_dim
         o_strides = (row * lse.stride(0), row * lse.stride(1), row, row * lse.numel())
@@ -124,7 +148,7 @@ def _plan_forward(
         forward_kernel,
         (num_q_tiles * problem.num_heads * problem.batch_size, num_chunks, 1),
         {
-            "SCALE_SIGN": sign,
+            "SCALE_SIGN": _sign(call.scale),
             "ACCUMULATE": problem.accumulates,
             "GIVES_REST": call.rest is not None,
             **_constants(problem, config),
@@ -135,7 +159,7 @@ def _plan_forward(
             *_mask_numbers(problem, chunk_rows),
         ),
     )  # fmt: skip
-    return _Plan(kernel=kernel, num_chunks=num_chunks, together=merge)
+    return _Plan(kernel=kernel, parts=parts, together=merge)
 
 
 def _plan_merge(call: ForwardPass, num_chunks: int) -> PreparedLaunch:
@@ -158,17 +182,54 @@ def _plan_merge(call: ForwardPass, num_chunks: int) -> PreparedLaunch:
 
 def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv."""
+    # Apart, so that both begin where launches can be prepared for.
+    terms = [call.lse.new_empty(call.lse.shape) for _ in range(2)]
+    if call.lse.numel():
+        launch = planned(_row_terms, _plan_row_terms, _terms_key(call), call)
+        run([_terms_step(launch, call, terms)])
+    given = _given(call, *terms)
+    for name, results in _passes(call):
+        if results[0].numel():
+            measure = _timed(name, call, given, results)
+            _backward_by(_config(name, call.problem, measure), name, call, given, results)
+
+
+def planned_backward(call: BackwardPass) -> PlannedPass | None:
+    """The launches of a call; None unless they are planned, and all that :func:`backward` does."""
     problem = call.problem
-    row_lse, row_dots = row_terms(problem, call.do, call.o, call.lse, call.dlse)
+    launch = _row_terms.get(_terms_key(call))
+    # Zeros that stand for a rest are filled by another launch.
+    if launch is None or (call.rest is None and _is_natural(problem)):
+        return None
+    terms = _without_memory([call.lse.shape] * 2)
+    given = _given(call, *terms)
+    steps, stages = [_terms_step(launch, call, terms)], []
+    for name, results in _passes(call):
+        config = _configs.get((name, problem))
+        plan = None if config is None else _plans.get(_backward_key(config, name, call, results))
+        if plan is None:
+            return None
+        stages.append(_without_memory(plan.parts))
+        steps += _backward_steps(plan, call, given, results, stages[-1])
+    return PlannedPass(steps, terms, stages)
+
+
+def _without_memory(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
+
+
+def _passes(call: BackwardPass) -> tuple[tuple[str, tuple[Tensor, ...]], ...]:
+    """The names of both kernels, and what they fill."""
+    return ("backward_dkv", (call.dk, call.dv)), ("backward_dq", (call.dq,))
+
+
+def _given(call: BackwardPass, row_lse: Tensor, row_dots: Tensor) -> tuple[Tensor, ...]:
+    """What both kernels read."""
     rest = call.rest
     if rest is None:
         # Not read unless scores are in natural units.
-        rest = torch.zeros_like(row_lse) if _is_natural(problem) else row_lse
-    given = (call.q, call.k, call.v, call.do, row_lse, rest, row_dots)
-    for name, results in (("backward_dkv", (call.dk, call.dv)), ("backward_dq", (call.dq,))):
-        if results[0].numel():
-            measure = _timed(name, call, given, results)
-            _backward_by(_config(name, problem, measure), name, call, given, results)
+        rest = torch.zeros_like(row_lse) if _is_natural(call.problem) else row_lse
+    return call.q, call.k, call.v, call.do, row_lse, rest, row_dots
 
 
 def _timed(
@@ -185,27 +246,40 @@ def _backward_by(
     results: Sequence[Tensor],
 ) -> None:
     """Fill dk and dv, or dq, with these tiles."""
-    problem, lse = call.problem, call.lse
-    tile_rows = config.block_k if name == "backward_dkv" else config.block_q
-    chunk_rows = chunks.chunk_rows(problem, name, tile_rows)
-    strides = [x.stride() for x in (*given[:4], *results)]
-    key = (name, problem, config, chunk_rows, *strides, lse.stride())
-    plan = planned(_plans, _plan_backward, key, name, config, chunk_rows, call, results)
-    floats = _floats(problem, call.scale)
+    key = _backward_key(config, name, call, results)
+    plan = planned(_plans, _plan_backward, key, name, config, call, results)
+    parts = [call.lse.new_empty(shape) for shape in plan.parts]
+    run(_backward_steps(plan, call, given, results, parts))
+
+
+def _backward_key(
+    config: TileConfig, name: str, call: BackwardPass, results: Sequence[Tensor]
+) -> tuple:
+    """All that the plan depends on."""
+    tensors = (call.q, call.k, call.v, call.do, *results, call.lse)
+    return (name, call.problem, config, *[x.stride() for x in tensors])
+
+
+def _backward_steps(
+    plan: _Plan,
+    call: BackwardPass,
+    given: Sequence[Tensor],
+    results: Sequence[Tensor],
+    parts: Sequence[Tensor],
+) -> list[Step]:
+    lse = call.lse
+    floats = _floats(call.problem, call.scale)
     if plan.together is None:
-        plan.kernel(*given, *results, *_cu_seqlens(call.packing, lse), floats=floats)
-        return
-    parts = [lse.new_empty((plan.num_chunks, *x.shape)) for x in results]
-    plan.kernel(*given, *parts, lse, lse, floats=floats)
-    plan.together(parts[0], parts[-1], results[0], results[-1])
+        cu_seqlens = _cu_seqlens(call.packing, lse)
+        return [Step(plan.kernel, (*given, *results, *cu_seqlens), floats)]
+    return [
+        Step(plan.kernel, (*given, *parts, lse, lse), floats),
+        Step(plan.together, (parts[0], parts[-1], results[0], results[-1])),
+    ]
 
 
 def _plan_backward(
-    name: str,
-    config: TileConfig,
-    chunk_rows: int | None,
-    call: BackwardPass,
-    results: Sequence[Tensor],
+    name: str, config: TileConfig, call: BackwardPass, results: Sequence[Tensor]
 ) -> _Plan:
     problem = call.problem
     of_keys = name == "backward_dkv"
@@ -214,11 +288,14 @@ def _plan_backward(
         (problem.kv_len, config.block_k) if of_keys else (problem.q_len, config.block_q)
     )
     num_tiles = -(-owned // tile_rows)
+    chunk_rows = chunks.chunk_rows(problem, name, tile_rows)
     num_chunks, total, chunk_stride = 1, None, 0
+    parts: tuple[tuple[int, ...], ...] = ()
     result_strides = [_strides(problem, x) for x in results]
     if chunk_rows is not None:
         num_chunks = chunks.num_chunks(problem, name, chunk_rows)
         total = _plan_sum(problem, results, num_chunks)
+        parts = tuple((num_chunks, *x.shape) for x in results)
         row = problem.head_dim
         chunk_stride = results[0].numel()
         # Those of contiguous tensors.
@@ -235,7 +312,7 @@ def _plan_backward(
             *_mask_numbers(problem, chunk_rows),
         ),
     )  # fmt: skip
-    return _Plan(kernel=kernel, num_chunks=num_chunks, together=total)
+    return _Plan(kernel=kernel, parts=parts, together=total)
 
 
 def _plan_sum(problem: Problem, results: Sequence[Tensor], num_chunks: int) -> PreparedLaunch:
@@ -250,26 +327,25 @@ def _plan_sum(problem: Problem, results: Sequence[Tensor], num_chunks: int) -> P
     )  # fmt: skip
 
 
-def row_terms(
-    problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _terms_key(call: BackwardPass) -> tuple:
+    """All that the launch depends on."""
+    o, do = call.o, call.do
+    return call.problem, call.lse.shape, o.dtype, o.stride(), do.stride(), call.dlse is None
+
+
+def _terms_step(launch: PreparedLaunch, call: BackwardPass, terms: Sequence[Tensor]) -> Step:
     """lse in the units of scores, and D = rowsum(o * do) - dlse; both [B, H, S] float32.
 
     For a query without any key they are plus infinity and 0, which make its gradients zero.
     """
-    row_lse, row_dots = torch.empty((2, *lse.shape), dtype=torch.float32, device=lse.device)
-    if lse.numel():
-        key = (problem, lse.shape, o.dtype, o.stride(), do.stride(), dlse is None)
-        launch = planned(_row_terms, _plan_row_terms, key, problem, do, o, lse, dlse)
-        launch(o, do, lse, lse if dlse is None else dlse, row_lse, row_dots)
-    return row_lse, row_dots
+    dlse = call.lse if call.dlse is None else call.dlse
+    return Step(launch, (call.o, call.do, call.lse, dlse, *terms))
 
 
-def _plan_row_terms(
-    problem: Problem, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
-) -> PreparedLaunch:
+def _plan_row_terms(call: BackwardPass) -> PreparedLaunch:
+    problem, do, o = call.problem, call.do, call.o
     # A packed batch needs no cu_seqlens here: rows are independent.
-    batch_size, num_heads, q_len = lse.shape
+    batch_size, num_heads, q_len = call.lse.shape
     num_q_tiles = -(-q_len // _ROW_TERMS_BLOCK_Q)
     return PreparedLaunch(
         row_terms_kernel,
@@ -278,7 +354,7 @@ def _plan_row_terms(
             "HEAD_DIM": problem.head_dim,
             "BLOCK_D": problem.block_d,
             "BLOCK_Q": _ROW_TERMS_BLOCK_Q,
-            "HAS_DLSE": dlse is not None,
+            "HAS_DLSE": call.dlse is not None,
             "NATURAL": _is_natural(problem),
         },
         integers=(*o.stride()[:3], *do.stride()[:3], num_heads, q_len, num_q_tiles),

@@ -28,8 +28,8 @@ class FlashOptions:
     autotune: bool = False
     """Search for tile sizes if none are known for these shapes."""
     autograd: str = "auto"
-    """The autograd node of the Hopper kernels: compiled (``native``), ``python``, or ``auto`` for
-    native where it can be built. Packed batches, and calls that return lse, are
+    """The autograd node: compiled (``native``), ``python``, or ``auto`` for native where it can be
+    built. Masks other than a causal one, packed batches, and calls that return lse, are
     Python's."""
 
 

@@ -111,10 +111,11 @@ def describe(
     softcap: float | None = None,
 ) -> Problem:
     """The facts of a call; ValueError if it makes no sense."""
-    if precision == "auto" and q.dtype == torch.float32:
-        # torch.backends.cuda.matmul.allow_tf32 sets this too.
-        exact = torch.get_float32_matmul_precision() == "highest"
-        precision = full_precision(q.device, q.shape[-1] if q.dim() else 0) if exact else "tf32"
+    if q.dtype != torch.float32:
+        # The same for all that make no difference.
+        precision = "ieee" if precision in PRECISIONS else precision
+    elif precision == "auto":
+        precision = automatic_precision(q)
     return _checked(
         (q.shape, k.shape, v.shape),
         (q.dtype, k.dtype, v.dtype),
@@ -127,6 +128,14 @@ def describe(
         (window, prefix_len, shift),
         softcap,
     )
+
+
+def automatic_precision(q: Tensor) -> str:
+    """How ``precision=auto`` multiplies float32, as PyTorch is set now."""
+    # torch.backends.cuda.matmul.allow_tf32 sets this too.
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return full_precision(q.device, q.shape[-1] if q.dim() else 0)
 
 
 def full_precision(device: torch.device, head_dim: int) -> str:

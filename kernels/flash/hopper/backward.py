@@ -43,6 +43,7 @@ from kernels.flash.hopper.backward_order import (
     add_tile,
     bounds_of_loops,
     close_turns,
+    lines_before,
     open_turns,
     place_in_order,
     probabilities,
@@ -511,7 +512,7 @@ def accumulate(
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
-    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or TURNED)
+    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or TURNED != "none")
     k = shared.k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     v = shared.v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     views = Views(
@@ -550,7 +551,7 @@ def accumulate(
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
-        line = seq.batch * heads.num_heads + heads.first_head + member
+        line = heads.lines_before + seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
         for again in range(2 if AGAIN else 1):
             start, middle, stop = bounds_of_loops(turns, again, AGAIN, MASK)
@@ -676,12 +677,14 @@ def flash_backward(
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
     is not all of them, ``SHARED``, the programs of a group add up dK and dV in their order
     (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
-    all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``: some heads are,
-    the last ``num_turned`` (schedule.heads_turned). ``APART``: schedule.halves_apart. ``ROLLED``:
-    schedule.halves_rolled.
+    all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``:
+    "heads", the last ``num_turned`` are (schedule.heads_turned), "keys", all are in their first
+    ``num_turned`` tiles of keys (schedule.keys_turned), or "none". ``APART``:
+    schedule.halves_apart. ``ROLLED``: schedule.halves_rolled.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`, or where ``ONTO`` such sums of other keys, which it adds to; counts is
-    [num_lines, padded_len / 64] int32, zero at the start.
+    [num_lines, padded_len / 64] int32, zero at the start. Where ``TURNED`` is "keys", there are
+    twice as many lines of both: first those of keys that are turned, then those of the others.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -734,6 +737,7 @@ def flash_backward(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
+        lines_before=lines_before(is_turned, num_lines, TURNED),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)

@@ -12,7 +12,11 @@ last heads. So under a causal mask these heads are *turned* (schedule.heads_turn
 the first keys is the first, and each goes from its last turn to its first. Programs that start one
 after another then come to each turn one after another, too, and the last ones are the shortest.
 
-Neither order can block: programs start in the order of their indices, so whichever a program
+Where there are too few heads for both kinds, each is turned in part (schedule.keys_turned): the
+programs of its last keys start first, in the first order, and those of its first keys follow,
+turned, as processors become free one after another. The two parts add to sums of dQ of their own.
+
+No order can block: programs start in the order of their indices, so whichever a program
 waits for has started before it.
 
 Under a mask each query sees one range of keys, whose ends never move to the left from query to
@@ -59,12 +63,14 @@ class Heads(NamedTuple):
     """Query heads of the whole batch."""
     padded_len: Any
     """Rows of a line of the statistics."""
+    lines_before: Any
+    """Lines of sums and counts of dQ before those that this program's part of the heads adds to."""
 
 
 class Turns(NamedTuple):
     """The keys of a program, and the turns whose queries see some of them, in steps.
 
-    A step is its turn, or minus its turn if the head is turned (:func:`turn_of`). Which of them
+    A step is its turn, or minus its turn if the program is turned (:func:`turn_of`). Which of them
     need the mask, :func:`bounds_of_loops` says.
     """
 
@@ -72,7 +78,7 @@ class Turns(NamedTuple):
     first: Any
     end: Any
     num_masked: Any
-    """Steps that need the mask for their last keys: the first, or of a turned head the last."""
+    """Steps that need the mask for their last keys: the first, or if turned the last."""
     unmasked_end: Any
     """Where steps that need the mask begin behind those that do not; the end if there are none."""
     is_turned: Any
@@ -102,12 +108,13 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexpr):
-    """The head and the key tile of this program, and whether the head is turned.
+    """The head and the key tile of this program, and whether it is turned.
 
     Programs start in order, and of one head the last keys have to be added to dQ first. So many
     heads take turns, which leaves the long programs of all of them, not of one head alone, for the
-    end; and where all programs are as long, they meet at a turn's dQ later. Where ``TURNED``,
-    the last ``num_turned`` heads, one of these groups or more, go by the first keys first.
+    end; and where all programs are as long, they meet at a turn's dQ later. Where ``TURNED`` is
+    "heads", the last ``num_turned`` heads, one of these groups or more, go by the first keys first;
+    where it is "keys", all heads do in their first ``num_turned`` tiles of keys, after the others.
     """
     index = gl.program_id(0)
     num_heads = gl.num_programs(0) // num_key_tiles
@@ -116,10 +123,23 @@ def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexp
     index -= first_head * num_key_tiles
     key_tile = num_key_tiles - 1 - index // width
     is_turned = 0
-    if TURNED:
+    if TURNED == "heads":
         is_turned = gl.where(first_head >= num_heads - num_turned, 1, 0)
         key_tile = gl.where(is_turned > 0, index // width, key_tile)
+    if TURNED == "keys":
+        turned_tile = index // width - (num_key_tiles - num_turned)
+        is_turned = gl.where(turned_tile >= 0, 1, 0)
+        key_tile = gl.where(is_turned > 0, turned_tile, key_tile)
     return first_head + index % width, key_tile, is_turned
+
+
+@gluon.jit
+def lines_before(is_turned, num_lines, TURNED: gl.constexpr):
+    """Of :class:`Heads`: where heads are turned in part, their last keys have the second sums."""
+    lines = 0
+    if TURNED == "keys":
+        lines = gl.where(is_turned > 0, 0, num_lines)
+    return lines
 
 
 @gluon.jit
@@ -218,7 +238,7 @@ def bounds_of_loops(turns, again, AGAIN: gl.constexpr, MASK: gl.constexpr):
 def programs_before(turn, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr):
     """The number of programs that add to a turn's dQ before this one.
 
-    They are of later keys, or in a turned head of earlier ones.
+    They are of later keys, or of a turned program of earlier ones.
     """
     last = turns.num_key_tiles - 1
     if CAUSAL or MASK == "window":
@@ -254,7 +274,7 @@ def open_turns(
     """
     part = 0
     for member in range(heads.num_members):
-        line = seq.batch * heads.num_heads + heads.first_head + member
+        line = heads.lines_before + seq.batch * heads.num_heads + heads.first_head + member
         of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // ROWS
         for place in range(turns.first * PARTS, turns.end * PARTS):
             turn, tile = tile_of(place, SIZE, PARTS)
@@ -299,7 +319,7 @@ def close_turns(
     """
     part = 0
     for member in range(heads.num_members):
-        line = seq.batch * heads.num_heads + heads.first_head + member
+        line = heads.lines_before + seq.batch * heads.num_heads + heads.first_head + member
         of_line = counts + (line.to(gl.int64) * heads.padded_len + seq.line_start) // ROWS
         for place in range(turns.first * PARTS, turns.end * PARTS):
             turn, tile = tile_of(place, SIZE, PARTS)

@@ -44,6 +44,7 @@ from kernels.flash.hopper.backward_order import (
     add_tile,
     bounds_of_loops,
     close_turns,
+    lines_before,
     open_turns,
     place_in_order,
     probabilities,
@@ -435,12 +436,12 @@ def accumulate(
         mbarrier.wait(shared.kv_ready, 0)
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
-    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or TURNED)
+    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or TURNED != "none")
     progress = Progress(dk, dv, 0, 0, 0)
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
-        line = seq.batch * heads.num_heads + heads.first_head + member
+        line = heads.lines_before + seq.batch * heads.num_heads + heads.first_head + member
         of_line = dq_sums + (line.to(gl.int64) * heads.padded_len + seq.line_start) * BLOCK_D
         for again in range(2 if AGAIN else 1):
             start, middle, stop = bounds_of_loops(turns, again, AGAIN, MASK)
@@ -608,6 +609,7 @@ def flash_backward_wide(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
+        lines_before=lines_before(is_turned, num_lines, TURNED),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,14 @@ from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import plans, schedule
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned, are_aligned
 from kernels.launching.gluon import why_no_gluon
-from kernels.launching.prepared import MAX_PLANS, PreparedLaunch, planned
+from kernels.launching.prepared import (
+    MAX_PLANS,
+    PlannedPass,
+    PreparedLaunch,
+    Step,
+    planned,
+    run,
+)
 from kernels.problem import Packing
 from kernels.query_gradient import QueryBlock, QueryGradient
 
@@ -59,20 +65,6 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-class Step(NamedTuple):
-    """A launch and its arguments."""
-
-    launch: PreparedLaunch
-    tensors: tuple[Tensor, ...]
-    floats: tuple[float, ...] = ()
-
-
-def run(steps: Sequence[Step]) -> None:
-    """Launch one after another."""
-    for step in steps:
-        step.launch(*step.tensors, floats=step.floats)
-
-
 def forward(call: ForwardPass) -> None:
     """Fill o and lse."""
     # The running maximum is of the raw scores, which a scale below zero turns around.
@@ -92,12 +84,12 @@ def _forward_steps(plan: PreparedLaunch, call: ForwardPass) -> list[Step]:
     return [Step(plan, tensors, (call.scale * LOG2_E,))]
 
 
-def planned_forward(call: ForwardPass) -> list[Step] | None:
+def planned_forward(call: ForwardPass) -> PlannedPass | None:
     """The launches of a call; None unless they are planned, and all that :func:`forward` does."""
     plan = plans.FORWARD_PLANS.get(plans.forward_key(call))
     if plan is None or not are_aligned(call.q, call.k, call.v):
         return None
-    return _forward_steps(plan, call)
+    return PlannedPass(_forward_steps(plan, call))
 
 
 def backward(call: BackwardPass) -> None:
@@ -197,22 +189,13 @@ def query_gradient(
     return query_gradient.HopperQueryGradient if found else None
 
 
-class PlannedBackward(NamedTuple):
-    """The launches of a backward pass."""
-
-    steps: list[Step]
-    workspace: list[Tensor]
-    """Stands for memory, as large but without any."""
-
-
-def planned_backward(call: BackwardPass) -> PlannedBackward | None:
+def planned_backward(call: BackwardPass) -> PlannedPass | None:
     """The launches of a call; None unless they are planned, and all that :func:`backward` does."""
     plan = plans.BACKWARD_PLANS.get(plans.backward_key(call))
     if plan is None or not are_aligned(call.q, call.k, call.v, call.do, call.o, call.lse):
         return None
     workspace = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in plan.workspace]
-    steps = backward_steps(plan, call, workspace)
-    return PlannedBackward(steps, workspace)
+    return PlannedPass(backward_steps(plan, call, workspace), workspace)
 
 
 def _cu_seqlens(packing: Packing | None, any_tensor: Tensor) -> tuple[Tensor, Tensor]:

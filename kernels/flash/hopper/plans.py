@@ -88,8 +88,9 @@ class BackwardPlan(NamedTuple):
     """The launches of a backward pass, in their order, and the memory that they need besides."""
 
     workspace: Workspace
-    """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]; counts of programs;
-    sums of dq; and where programs share a group, counts of them and sums of dk and dv."""
+    """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]; counts of programs and
+    sums of dq, of each line or of each two; and where programs share a group, counts of them and
+    sums of dk and dv."""
     row_statistics: PreparedLaunch
     main: PreparedLaunch
     finish_dq: PreparedLaunch
@@ -119,6 +120,8 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     padded_len = _padded(lse_len, problem)
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
     of_keys = _key_workspace(call)
+    keys_turned = schedule.keys_turned(problem)
+    num_sums = 2 if keys_turned else 1
     rowwise = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": width,
@@ -129,14 +132,14 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     return BackwardPlan(
         workspace=(
             ((2, num_lines, padded_len), torch.float32),
-            ((num_lines, padded_len // ROWS), torch.int32),
-            ((num_lines, padded_len, width), torch.float32),
+            ((num_sums * num_lines, padded_len // ROWS), torch.int32),
+            ((num_sums * num_lines, padded_len, width), torch.float32),
             *of_keys,
         ),
         row_statistics=PreparedLaunch(
             row_statistics,
             by_query,
-            {**rowwise, "HAS_DLSE": call.dlse is not None},
+            {**rowwise, "HAS_DLSE": call.dlse is not None, "SUMS": num_sums},
             integers=(
                 *o.stride()[:3],
                 *do.stride()[:3],
@@ -157,6 +160,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 "TURN": schedule.backward_rows(problem),
                 "CAUSAL": problem.causal,
                 "MASK": schedule.mask_kind(problem),
+                "SUMS": num_sums,
             },
             integers=(
                 *dq.stride()[:3],
@@ -164,6 +168,8 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 problem.q_len,
                 problem.kv_len,
                 padded_len,
+                num_lines * padded_len,
+                keys_turned,
                 *_edges(problem),
             ),
         ),
@@ -208,7 +214,9 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     chosen = BACKWARD[width]
     num_lines = q.shape[0] * q.shape[1]
     num_parts = schedule.num_parts(problem)
-    num_turned = schedule.heads_turned(problem)
+    # Sums that other keys have begun are one for all.
+    keys_turned = 0 if onto else schedule.keys_turned(problem)
+    heads_turned = schedule.heads_turned(problem)
     num_key_tiles = -(-problem.kv_len // schedule.backward_rows(problem))
     by_width = {}
     if width <= 128:
@@ -221,7 +229,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
         {
             "STAGES": chosen.stages,
-            "TURNED": num_turned > 0,
+            "TURNED": "keys" if keys_turned else "heads" if heads_turned else "none",
             "SHARED": num_parts > 1,
             "ONTO": onto,
             **by_width,
@@ -233,8 +241,8 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
-            schedule.heads_at_once(problem),
-            num_turned,
+            schedule.backward_grid(problem)[0] if keys_turned else schedule.heads_at_once(problem),
+            keys_turned or heads_turned,
             problem.q_len,
             problem.kv_len,
             num_lines,

@@ -11,10 +11,10 @@ from torch import Tensor
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import plans, schedule
-from kernels.flash.hopper.launch import LOG2_E, Step, backward_steps, run
+from kernels.flash.hopper.launch import LOG2_E, backward_steps
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned
 from kernels.launching.device import on
-from kernels.launching.prepared import planned
+from kernels.launching.prepared import Step, planned, run
 from kernels.query_gradient import QueryBlock
 
 
@@ -94,7 +94,7 @@ class HopperQueryGradient:
             dq=dq,
             dk=torch.empty_like(k),
             dv=torch.empty_like(v),
-            scale=block.spec.scale,
+            scale=float(block.spec.scale),
         )
 
     def _begin(self, call: BackwardPass) -> None:
@@ -110,7 +110,7 @@ class HopperQueryGradient:
     def _go_on(self, call: BackwardPass, block: QueryBlock) -> None:
         """Add to the sums that :meth:`_begin` left."""
         statistics, sums = self._statistics, self._sums
-        num_lines, padded_len, _ = sums.shape
+        num_lines, padded_len = statistics.shape[1:]
         key = (*plans.backward_key(call), padded_len)
         plan = planned(plans.ONTO_PLANS, plans.plan_onto, key, call, padded_len)
         num_counts = num_lines * (padded_len // schedule.ROWS)

@@ -37,13 +37,15 @@ def row_statistics(
     BLOCK_Q: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Write lse in units of log2, and delta = rowsum(o * do) - dlse, for every query row.
 
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
     (tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
     lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
-    have added to each 64 rows of dQ begin at zero, and so do ``num_key_counts`` of dK and dV.
+    have added to each 64 rows of dQ begin at zero, of one or two ``SUMS`` of it, and so do
+    ``num_key_counts`` of dK and dV.
     """
     block = tl.program_id(0)
     index = tl.program_id(1) * tl.num_programs(0) + block
@@ -85,7 +87,9 @@ def row_statistics(
     tl.store(out + plane, delta)
     PER_BLOCK: tl.constexpr = BLOCK_Q // ROWS
     counts = counts_ptr + (line * padded_len + out_start) // ROWS + block * PER_BLOCK
-    tl.store(counts + tl.arange(0, PER_BLOCK), tl.zeros([PER_BLOCK], tl.int32))
+    for _ in tl.static_range(SUMS):
+        tl.store(counts + tl.arange(0, PER_BLOCK), tl.zeros([PER_BLOCK], tl.int32))
+        counts += plane // ROWS
 
 
 @triton.jit
@@ -121,7 +125,18 @@ def is_reached(
     return reached
 
 
-@triton.jit(do_not_specialize=["window", "prefix_len", "shift"])
+@triton.jit
+def is_reached_by_later(turn, q_len, kv_len, num_turned, TURN: tl.constexpr):
+    """Whether a program of keys behind the first ``num_turned`` tiles comes to a turn.
+
+    Under a causal mask that hides nothing else (schedule.keys_turned).
+    """
+    first = num_turned * TURN
+    last_key = turn * TURN + TURN - 1 + kv_len - q_len
+    return (last_key >= first) & (kv_len > first)
+
+
+@triton.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
 def finish_dq(
     sums_ptr,
     dq_ptr,
@@ -134,6 +149,8 @@ def finish_dq(
     q_len,
     kv_len,
     padded_len,
+    plane,
+    num_turned,
     window,
     prefix_len,
     shift,
@@ -145,8 +162,13 @@ def finish_dq(
     PACKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
-    """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key."""
+    """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key.
+
+    Where there are two ``SUMS`` of dQ, the second, ``plane`` rows further on, is of keys behind the
+    first ``num_turned`` tiles.
+    """
     block = tl.program_id(0)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % num_heads
@@ -175,7 +197,12 @@ def finish_dq(
     thread = (row % 64 // 16 * 32 + row % 8 * 4)[:, None] + (column % 8 // 2)[None, :]
     register = (row % 16 // 8 * 2)[:, None] + (column % 2)[None, :]
     place = tile * 4096 + (column % 64 // 8)[None, :] * 512 + thread * 4 + register
-    dq = tl.load(sums + place, mask=mask & seen[:, None], other=0.0) * scale
+    dq = tl.load(sums + place, mask=mask & seen[:, None], other=0.0)
+    if SUMS == 2:
+        later = is_reached_by_later(row // TURN, q_len, kv_len, num_turned, TURN)
+        place += tl.cast(plane, tl.int64) * BLOCK_D
+        dq += tl.load(sums + place, mask=mask & later[:, None], other=0.0)
+    dq *= scale
     out = dq_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh
     rows = (start + row).to(tl.int64)[:, None] * stride_qs
     tl.store(out + rows + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=mask)

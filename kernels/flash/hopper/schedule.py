@@ -213,6 +213,9 @@ SLICE_BYTES = 1 << 31
 PROCESSORS = 132
 """Of the H100 (SXM) and the H200, for predictions."""
 
+CACHE_BYTES = 50 << 20
+"""Of the L2 cache of the H100, likewise; the H200's is larger."""
+
 
 @lru_cache(maxsize=MAX_PLANS)
 def key_heads_of_slice(problem: Problem, num_queries: int, num_keys: int) -> int:
@@ -256,8 +259,13 @@ def backward_workspace(
     head_dim: int,
     causal: bool,
     window: int | None = None,
+    hides_more: bool = False,
 ) -> int:
-    """Bytes that the backward pass allocates, here or elsewhere, on a GPU of PROCESSORS."""
+    """Bytes that the backward pass allocates, here or elsewhere, on a GPU of PROCESSORS.
+
+    Args:
+        hides_more: whether there is a prefix or a shift.
+    """
     rows = PROGRAM_ROWS if columns(head_dim).stored <= 128 else ROWS
     parts = _num_parts(
         key_tiles=-(-kv_len // rows) * batch_size,
@@ -273,7 +281,43 @@ def backward_workspace(
         num_queries=batch_size * q_len,
         num_keys=batch_size * kv_len if parts > 1 else 0,
     )
-    return _key_heads_of_slice(num_kv_heads, group_size, one_head) * one_head
+    allocated = _key_heads_of_slice(num_kv_heads, group_size, one_head) * one_head
+    if causal and window is None and not hides_more:
+        allocated += _bytes_of_second_sums(
+            batch_size=batch_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=head_dim,
+        )
+    return allocated
+
+
+def _bytes_of_second_sums(
+    *, batch_size: int, num_heads: int, num_kv_heads: int, q_len: int, kv_len: int, head_dim: int
+) -> int:
+    """Of dq, under a causal mask, where heads are turned in part; on a GPU of PROCESSORS."""
+    stored = columns(head_dim).stored
+    key_tiles = -(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS))
+    group_size = num_heads // num_kv_heads
+    parts = _num_parts(
+        key_tiles=key_tiles * batch_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fewest=_fewest_parts(group_size, q_len, kv_len, True, None),
+        processors=PROCESSORS,
+    )
+    turned = _keys_turned(
+        batch_size * num_kv_heads * parts,
+        key_tiles,
+        q_len=q_len,
+        kv_len=kv_len,
+        members=group_size // parts,
+        stored=stored,
+        processors=PROCESSORS,
+    )
+    return 4 * stored * batch_size * num_heads * q_len if turned else 0
 
 
 _START = 256
@@ -350,10 +394,19 @@ def query_gradient_memory(
         if _key_heads_of_slice(num_kv_heads, group_size, of_queries + of_keys) < num_kv_heads:
             return None
         of_blocks.append(float(num_kv_heads * of_keys))
-    kept = _bytes_of_key_head(
+    kept = num_kv_heads * _bytes_of_key_head(
         head_dim=head_dim, group_size=group_size, num_queries=batch_size * num_queries, num_keys=0
     )
-    return QueryGradientMemory(float(num_kv_heads * kept), tuple(of_blocks))
+    if blocks[0].spec.causal:
+        kept += _bytes_of_second_sums(
+            batch_size=batch_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            q_len=num_queries,
+            kv_len=blocks[0].num_keys,
+            head_dim=head_dim,
+        )
+    return QueryGradientMemory(float(kept), tuple(of_blocks))
 
 
 def heads_at_once(problem: Problem) -> int:
@@ -372,10 +425,17 @@ def heads_at_once(problem: Problem) -> int:
         return 1
     if not problem.causal:
         return 8 if block_d(problem) <= 128 else 4
-    cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
-    members = problem.group_size // num_parts(problem)
-    one_head = members * problem.q_len * block_d(problem) * (2 * problem.dtype.itemsize + 4)
-    return 1 << max(0, (2 * cache // (3 * one_head)).bit_length() - 1)
+    return _causal_heads_at_once(
+        queries=problem.q_len * (problem.group_size // num_parts(problem)),
+        stored=block_d(problem),
+        cache_bytes=torch.cuda.get_device_properties(problem.device).L2_cache_size,
+    )
+
+
+def _causal_heads_at_once(*, queries: int, stored: int, cache_bytes: int) -> int:
+    """As :func:`heads_at_once`, of programs that loop over so many ``queries`` of 16 bits."""
+    one_head = queries * stored * (2 * 2 + 4)
+    return 1 << max(0, (2 * cache_bytes // (3 * one_head)).bit_length() - 1)
 
 
 FEW_ROUNDS = 8
@@ -425,10 +485,71 @@ def heads_turned(problem: Problem) -> int:
     if not problem.causal or not problem.mask.is_plain:
         return 0
     heads, num_key_tiles, processors = backward_grid(problem)
-    if block_d(problem) > 64 and heads * num_key_tiles > FEW_ROUNDS * processors:
+    return _heads_turned(
+        heads,
+        num_key_tiles,
+        group=heads_at_once(problem),
+        stored=block_d(problem),
+        processors=processors,
+    )
+
+
+def _heads_turned(
+    heads: int, num_key_tiles: int, *, group: int, stored: int, processors: int
+) -> int:
+    if stored > 64 and heads * num_key_tiles > FEW_ROUNDS * processors:
         return 0
-    group = heads_at_once(problem)
     filling = processors // num_key_tiles + 1
     groups_before = max(0, heads - filling) // group
     turned = heads - groups_before * group
     return turned if turned >= filling else 0
+
+
+def keys_turned(problem: Problem) -> int:
+    """How many tiles of each head's first keys are turned, if heads are turned in part.
+
+    Heads are where :func:`heads_turned` has all of them: their programs that start at once would
+    wait for each other, each until the one before has done its last turn, and those that follow
+    would have to do it again. The programs of the last keys, which start first, wait for nobody;
+    they end one after another, the shortest first, and so those of the first keys start one after
+    another, the longest first. Each round of these makes up for a round of those: a round for each,
+    and of an odd number one more or less, whatever is nearer. The two kinds need sums of their own,
+    which are small where rounds are few and queries no more than keys. All heads take turns:
+    programs that run at the same time are at turns near each other, whose queries need less of the
+    cache than whole heads.
+    """
+    if not problem.causal or not problem.mask.is_plain:
+        return 0
+    heads, num_key_tiles, processors = backward_grid(problem)
+    return _keys_turned(
+        heads,
+        num_key_tiles,
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        members=problem.group_size // num_parts(problem),
+        stored=block_d(problem),
+        processors=processors,
+    )
+
+
+def _keys_turned(
+    heads: int,
+    num_key_tiles: int,
+    *,
+    q_len: int,
+    kv_len: int,
+    members: int,
+    stored: int,
+    processors: int,
+) -> int:
+    """As :func:`keys_turned`, of programs that take ``members`` query heads each."""
+    if q_len > kv_len or heads * num_key_tiles > FEW_ROUNDS * processors:
+        return 0
+    # Not this GPU's cache: predictions of memory ask, too.
+    group = _causal_heads_at_once(queries=q_len * members, stored=stored, cache_bytes=CACHE_BYTES)
+    turned = _heads_turned(heads, num_key_tiles, group=group, stored=stored, processors=processors)
+    if turned < heads:
+        return 0
+    rounds = heads * num_key_tiles / processors
+    # No more than fill these rounds: a few more would be another one.
+    return max(1, int(rounds / 2 + 0.5)) * processors // heads

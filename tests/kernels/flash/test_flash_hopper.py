@@ -64,14 +64,13 @@ def test_compiles_without_serialised_matmuls(
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
     # Programs of more than one query tile do not fit beside 256 columns.
-    assert len(rows) == ((2 if head_dim > 128 else 4) if kernel == "forward" else 6)
+    assert len(rows) == ((2 if head_dim > 128 else 4) if kernel == "forward" else 7)
     for row in rows:
         spilled = re.search(r"(\d+) bytes spill stores", row)
         assert spilled is not None
         # With turned heads what bounds the loops is spilled, and read between them.
-        assert int(spilled[1]) <= (max(spilled_bytes, 48) if "turned" in row else spilled_bytes), (
-            row
-        )
+        is_turned = "turned" in row or "in part" in row
+        assert int(spilled[1]) <= (max(spilled_bytes, 48) if is_turned else spilled_bytes), row
 
 
 class TestWhatItLeavesToThePlainKernels:
@@ -203,6 +202,9 @@ class TestSchedule:
             # Too few programs of whole groups to fill the GPU.
             ((8, 2), False, None),
             ((8, 2), True, 64),
+            # Turned in part.
+            ((10, 10), True, None),
+            ((12, 4), True, None),
         ],
     )
     def test_workspace_is_as_predicted(
@@ -225,6 +227,9 @@ class TestSchedule:
             head_dim=96, causal=causal, window=window,
         )  # fmt: skip
         assert predicted < allocated < 1.001 * predicted
+        num_sums = 2 if schedule.keys_turned(problem) else 1
+        assert plan.workspace[2][0][0] == num_sums * 2 * heads[0]
+        assert num_sums == (2 if heads[0] in (10, 12) else 1)
 
     @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
     def test_parts_divide_the_group(self, tokens: int) -> None:
@@ -270,10 +275,88 @@ class TestSchedule:
             # The simulation's own.
             assert turned == backward_order.heads_turned(heads[0], tokens, head_dim)
 
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "turned"),
+        [
+            ((1, 1), 16384, 64, 0),  # All programs start at once.
+            ((1, 1), 32768, 64, 132),  # One round of 1.9.
+            ((1, 1), 36864, 64, 132),  # One of 2.2.
+            ((1, 1), 49152, 64, 132),  # One of 2.9.
+            ((1, 1), 53248, 64, 264),  # Two of 3.2.
+            ((1, 1), 1 << 18, 64, 0),  # 15.5 rounds, whose end is a small part.
+            ((4, 4), 8192, 128, 33),
+            ((4, 1), 8192, 128, 33),  # Each query head has programs of its own.
+            ((8, 8), 8192, 64, 33),  # Two of 3.9.
+            ((8, 8), 8192, 128, 0),  # Groups of four fit the cache, and one of two is turned.
+            ((9, 9), 2048, 128, 14),  # 126 programs: 15 tiles would be three too many.
+            ((3, 3), 5632, 128, 0),  # 132 programs: all of them at once.
+        ],
+    )
+    def test_heads_are_turned_in_part_where_all_would_be(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, turned: int
+    ) -> None:
+        problem = self.problem(heads, tokens, head_dim=head_dim)
+        assert schedule.keys_turned(problem) == turned
+        if turned:
+            assert schedule.heads_turned(problem) == heads[0]
+            assert turned == backward_order.keys_turned(heads[0], tokens, head_dim)
+
+    def test_none_is_turned_in_part_where_sums_of_dq_are_large(self) -> None:
+        q, k = (
+            torch.empty(1, 4, n, 128, dtype=torch.bfloat16, device="meta") for n in (8320, 8192)
+        )
+        assert schedule.keys_turned(describe(q, k, k, causal=True)) == 0
+        assert schedule.keys_turned(describe(k, q, q, causal=True)) == 33
+
+    @pytest.mark.parametrize("cache_mib", [50, 60])
+    def test_what_is_turned_in_part_does_not_depend_on_the_cache(
+        self, monkeypatch: pytest.MonkeyPatch, cache_mib: int
+    ) -> None:
+        """Predictions of memory do not ask the GPU."""
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=cache_mib << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        assert schedule.keys_turned(self.problem((4, 4), 8192)) == 33
+        # Of 60 MiB four heads would be one group, and all of them turned.
+        assert schedule.keys_turned(self.problem((4, 4), 10240)) == 0
+
+    @pytest.mark.parametrize(
+        ("heads", "onto", "planned"),
+        [((5, 5), False, ("keys", 5, 26)), ((5, 5), True, ("heads", 4, 5)),
+         ((16, 16), False, ("heads", 4, 4)), ((2, 2), False, ("none", 4, 0))],
+    )  # fmt: skip
+    def test_the_launch_says_so(
+        self, heads: tuple[int, int], onto: bool, planned: tuple[str, int, int]
+    ) -> None:
+        """All heads take turns where they are turned in part."""
+        pytest.importorskip("triton.experimental.gluon")
+        q = torch.empty(1, heads[0], 8192, 128, dtype=torch.bfloat16)
+        problem = describe(q, q, q, causal=True)
+        lse = torch.empty(1, heads[0], 8192)
+        call = BackwardPass(
+            problem=problem, do=q, q=q, k=q, v=q, o=q, lse=lse, dlse=None, dq=q, dk=q, dv=q,
+            scale=1.0,
+        )  # fmt: skip
+        main = plans._plan_main(call, 8192, onto=onto)
+        assert (main.constants["TURNED"], *main.integers[9:11]) == planned
+
+    @pytest.mark.parametrize("told_after", [0.6, 1.1])
+    def test_turned_in_part_they_end_earlier(self, told_after: float) -> None:
+        """By the simulation."""
+        for heads, length in (
+            *((1, 24576), (1, 32768), (1, 36864), (1, 49152), (4, 8192), (5, 8192)),
+            *((7, 4096), (9, 4096)),
+        ):
+            in_part, whole = (
+                backward_order.over_even(heads, length, 64, told_after, order)
+                for order in ("in part", "turned")
+            )
+            assert in_part < 0.98 * whole, (heads, length)
+
     def test_none_is_turned_where_programs_are_as_long_as_each_other(self) -> None:
-        assert schedule.heads_turned(self.problem((8, 8), 8192, causal=False)) == 0
-        q = torch.empty(1, 8, 8192, 128, dtype=torch.bfloat16, device="meta")
-        assert schedule.heads_turned(describe(q, q, q, causal=True, window=1024)) == 0
+        full = self.problem((4, 4), 8192, causal=False)
+        windowed = self.problem((4, 4), 8192, window=1024)
+        for problem in (full, windowed):
+            assert schedule.heads_turned(problem) == schedule.keys_turned(problem) == 0
 
     @pytest.mark.parametrize(
         ("heads", "head_dim", "apart"),
@@ -469,7 +552,8 @@ class TestProgramSize:
 @pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
 @pytest.mark.parametrize("num_key_counts", [0, 1, 100, 2000])
 @pytest.mark.parametrize("packed", [False, True])
-def test_counts_begin_at_zero(packed: bool, num_key_counts: int) -> None:
+@pytest.mark.parametrize("num_sums", [1, 2])
+def test_counts_begin_at_zero(packed: bool, num_key_counts: int, num_sums: int) -> None:
     """Fewer than programs, and more than one for each of their rows; and no numbers behind them."""
     # Its constants come from a file of Gluon, which old versions of Triton lack.
     from kernels.flash.hopper.rows import row_statistics
@@ -485,9 +569,58 @@ def test_counts_begin_at_zero(packed: bool, num_key_counts: int) -> None:
         *o.stride()[:3], *o.stride()[:3], heads, rows, rows,
         512 if packed else padded, heads * 512, num_key_counts,
         HEAD_DIM=16, BLOCK_D=16, BLOCK_Q=128, PACKED=packed, HAS_DLSE=False,
+        SUMS=num_sums,
     )  # fmt: skip
+    # Two lines of 130 queries, in tiles of 64 and whole programs.
+    of_lines = [*range(2, 6), *range(10, 14)] if packed else [*range(8)]
+    zeros = [place + sums * heads * 512 // 64 for sums in range(num_sums) for place in of_lines]
+    assert (counts == 0).nonzero().flatten().tolist() == zeros
     assert not key_counts[:num_key_counts].any()
     assert (key_counts[num_key_counts:] == 9).all()
+
+
+@pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
+@pytest.mark.parametrize(("q_len", "kv_len"), [(300, 300), (300, 428), (428, 300), (300, 40)])
+@pytest.mark.parametrize("num_turned", [1, 2])
+@pytest.mark.parametrize(("turn", "packed"), [(128, False), (64, False), (128, True)])
+def test_second_sums_of_dq_are_added_where_there_are_any(
+    q_len: int, kv_len: int, num_turned: int, turn: int, packed: bool
+) -> None:
+    """What no program writes may be anything: here it is no number."""
+    # Its constants come from a file of Gluon, which old versions of Triton lack.
+    from kernels.flash.hopper.rows import finish_dq
+
+    heads, padded, width = 2, 1024, 64
+    torch.manual_seed(0)
+    # Of a packed batch, an empty sequence and one of a single query come first.
+    cu_seqlens_q = torch.tensor([0, 0, 1, 1 + q_len] if packed else [0, q_len], dtype=torch.int32)
+    cu_seqlens_k = torch.tensor([0, 9, 10, 10 + kv_len] if packed else [0, 0], dtype=torch.int32)
+    start, sums_start = (1, 256) if packed else (0, 0)
+    sums = torch.full((2, heads, padded, width), torch.nan)
+    first_key = num_turned * turn
+    for query in range(-(-q_len // turn) * turn):
+        last_key = query // turn * turn + turn - 1 + kv_len - q_len
+        written = (last_key >= 0, last_key >= first_key and kv_len > first_key)
+        for part in range(2):
+            if written[part]:
+                sums[part, :, sums_start + query] = torch.randn(heads, width)
+    if packed:
+        sums[0, :, 128 : 128 + turn] = 1.0
+    results = []
+    for planes in (sums, (sums[0] + sums[1].nan_to_num(0.0))[None]):
+        dq = torch.zeros(1, heads, start + q_len, width)
+        finish_dq[-(-q_len // 128), (3 if packed else 1) * heads](
+            planes, dq, cu_seqlens_q, cu_seqlens_k, *dq.stride()[:3], heads, q_len, kv_len, padded,
+            heads * padded, num_turned, 0, 0, 0, 0.5,
+            HEAD_DIM=width, BLOCK_D=width, BLOCK_Q=128, TURN=turn, PACKED=packed, CAUSAL=True,
+            MASK="plain", SUMS=len(planes),
+        )  # fmt: skip
+        results.append(dq)
+    assert torch.equal(*results)
+    assert not results[0].isnan().any()
+    assert (results[0][0, :, start:].abs().sum(-1) > 0).sum() == heads * min(
+        q_len, max(0, q_len - max(0, q_len - kv_len) // turn * turn)
+    )
 
 
 class TestAddressable:
@@ -537,15 +670,24 @@ def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
 
 ON_HOPPER_ONLY = FlashOptions(implementation="hopper")
 
-MASKS = [("causal", 0), ("causal", 1 << 20), ("full", 0)]
-"""With how many of the last heads turned, if there are so many."""
+MASKS = [("causal", "none"), ("causal", "heads"), ("causal", "keys"), ("full", "none")]
+"""With all heads turned, or all in their first keys."""
 
 
-def turn(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> None:
     """In calls too small for it, too; with none, as in calls of many rounds."""
     apart = schedule.halves_apart
-    monkeypatch.setattr(schedule, "heads_turned", lambda problem: heads)
-    monkeypatch.setattr(schedule, "halves_apart", lambda problem: heads > 0 and apart(problem))
+    is_turned = turned != "none"
+
+    def keys(problem: Problem) -> int:
+        if not problem.causal:
+            return 0
+        tiles = -(-problem.kv_len // schedule.backward_rows(problem))
+        return min(2, tiles) if turned == "keys" else 0
+
+    monkeypatch.setattr(schedule, "heads_turned", lambda problem: heads if is_turned else 0)
+    monkeypatch.setattr(schedule, "keys_turned", keys)
+    monkeypatch.setattr(schedule, "halves_apart", lambda problem: is_turned and apart(problem))
     monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
 
 
@@ -599,7 +741,7 @@ class TestOnHopper:
             assert_near(got, wanted, what)
 
     @pytest.mark.parametrize(("mask", "turned"), MASKS)
-    def test_against_float64(self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: int) -> None:
+    def test_against_float64(self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: str) -> None:
         turn(monkeypatch, turned)
         for shape in (
             "square",
@@ -733,9 +875,23 @@ class TestOnHopper:
     def test_turned_heads_beside_others(
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int
     ) -> None:
-        turn(monkeypatch, 4)
+        turn(monkeypatch, "heads", 4)
         monkeypatch.setattr(schedule, "heads_at_once", lambda problem: 2)
         self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
+
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    def test_heads_turned_in_part(self, monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+        turn(monkeypatch, "keys")
+        monkeypatch.setattr(schedule, "heads_at_once", lambda problem: 2)
+        self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
+
+    def test_few_heads_are_turned_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """4 heads of 36 tiles are 144 programs, for 132 processors."""
+        monkeypatch.setitem(SHAPES, "few heads", (1, 4, 4, 4608, 4608, 128))
+        q = torch.empty(1, 4, 4608, 128, dtype=torch.bfloat16, device="cuda")
+        if schedule.keys_turned(describe(q, q, q, causal=True)) == 0:
+            pytest.skip("this GPU has other processors")
+        self.check("few heads", torch.bfloat16, causal=True)
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -785,7 +941,7 @@ class TestOnHopper:
         kv_heads: int,
         head_dim: int,
         mask: str,
-        turned: int,
+        turned: str,
     ) -> None:
         causal = mask == "causal"
         turn(monkeypatch, turned)

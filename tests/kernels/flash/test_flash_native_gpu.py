@@ -1,13 +1,16 @@
-"""The compiled autograd node on a Hopper GPU, against Python's."""
+"""The compiled autograd node on a GPU, against Python's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from native_node import NODE, ON_HOPPER, run
 from torch import Tensor
 
-from kernels.flash import flash_attention
+from kernels.flash import flash_attention, native
+from kernels.flash.any_gpu import launch
 from kernels.flash.call.arguments import FlashOptions
 
 
@@ -41,9 +44,80 @@ def natively(*given: Tensor, causal: bool = True) -> tuple[Tensor, ...]:
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
 
 
+def plainly(given: list[Tensor], causal: bool, autograd: str) -> tuple[Tensor, ...]:
+    """o, dq, dk, dv by the kernels for any GPU."""
+    *inputs, do = given
+    options = FlashOptions(implementation="plain", autograd=autograd)
+    o = flash_attention(*inputs, causal=causal, options=options)
+    return o.detach(), *torch.autograd.grad(o, inputs, do)
+
+
 SMALL = (2, 4, 4, 257, 257, 64)
 
 SHAPES = [(8, 12, 12, 1024, 1024, 64), (2, 8, 1, 200, 333, 80), (1, 2, 2, 333, 100, 64)]
+
+
+# With few heads loops of the any-GPU kernels are cut into chunks, with the last they are whole.
+ANY_SHAPES = [(1, 1, 1, 1000, 1000, 32), (2, 4, 1, 300, 500, 64), (8, 16, 16, 1024, 1024, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(launch.INTERPRETED, reason="needs a CUDA device")
+class TestOnAnyGpu:
+    """Bit for bit what Python's node gives."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_equal_bits(
+        self, dtype: torch.dtype, causal: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        by_python = []
+        backward = native._backward
+
+        def counted(*arguments: Any) -> Any:
+            by_python.append(arguments)
+            return backward(*arguments)
+
+        monkeypatch.setattr(native, "_backward", counted)
+        # The node is connected again.
+        monkeypatch.setattr(native._Node, "module", None)
+        for shape in ANY_SHAPES:
+            for transposed in (True, False):
+                kept = []
+                for seed in range(3):
+                    given = [
+                        x.detach().to(dtype).requires_grad_(place < 3)
+                        for place, x in enumerate(
+                            on_the_gpu(*shape, seed=seed, transposed=transposed)
+                        )
+                    ]
+                    kept.append(given)
+                    expected = plainly(given, causal, "python")
+                    before = native.num_calls()
+                    got = plainly(given, causal, "auto")
+                    assert native.num_calls() == before + (seed > 0)
+                    for x, wanted in zip(got, expected, strict=True):
+                        assert torch.equal(x, wanted)
+                        assert x.stride() == wanted.stride()
+                native.forget()
+        assert not by_python
+
+    def test_peak_memory_is_that_of_python(self) -> None:
+        """With parts of chunks in one piece, of which stages have the same place."""
+        peaks = []
+        q, k, v, do = (x.detach().float() for x in on_the_gpu(1, 1, 1, 4096, 4096, 64))
+        given = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do]
+        for autograd in ("python", "auto"):
+            # The first call of a kind is Python's.
+            plainly(given, True, autograd)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            calls = native.num_calls()
+            plainly(given, True, autograd)
+            assert native.num_calls() - calls == (autograd == "auto")
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
 
 
 @pytest.mark.gpu

@@ -158,11 +158,9 @@ def test_notices_a_wrong_edge(edit: tuple[str, str]) -> None:
         check_all(5, 2, edit)
 
 
-@pytest.mark.parametrize("turns_last", [False, True])
+@pytest.mark.parametrize("turned_as", ["none", "heads"])
 @pytest.mark.parametrize(("heads_at_once", "group"), [(1, 1), (2, 1), (4, 3), (16, 7)])
-def test_programs_of_later_keys_start_first(
-    heads_at_once: int, group: int, turns_last: bool
-) -> None:
+def test_programs_of_later_keys_start_first(heads_at_once: int, group: int, turned_as: str) -> None:
     """Those of earlier keys in the last heads that take turns, if these are turned."""
     kernel = backward_functions()
     kernel.gl.num_programs = lambda axis: 7 * 5
@@ -171,15 +169,79 @@ def test_programs_of_later_keys_start_first(
         turned = set()
         for program in range(7 * 5):
             kernel.gl.program_id = lambda axis, program=program: program
-            head, tile, is_turned = kernel.place_in_order(heads_at_once, num_turned, 5, turns_last)
+            head, tile, is_turned = kernel.place_in_order(heads_at_once, num_turned, 5, turned_as)
             started[head].append(tile)
             turned.add((head, is_turned))
-        first_turned = 7 - num_turned if turns_last else 7
+        first_turned = 7 - num_turned if turned_as == "heads" else 7
         assert turned == {(head, head >= first_turned) for head in range(7)}
         later_first = [4, 3, 2, 1, 0]
         assert started == {
             head: later_first[::-1] if head >= first_turned else later_first for head in range(7)
         }
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 16])
+@pytest.mark.parametrize("num_turned", [1, 3, 5])
+def test_first_keys_start_last_where_heads_are_turned_in_part(
+    heads_at_once: int, num_turned: int
+) -> None:
+    """And the last ones add to sums of dQ of their own, behind those of all lines."""
+    kernel = backward_functions()
+    kernel.gl.num_programs = lambda axis: 3 * 5
+    started = defaultdict(list)
+    for program in range(3 * 5):
+        kernel.gl.program_id = lambda axis, program=program: program
+        head, tile, is_turned = kernel.place_in_order(heads_at_once, num_turned, 5, "keys")
+        started[head].append(tile)
+        assert is_turned == (tile < num_turned)
+        assert kernel.lines_before(is_turned, 12, "keys") == (0 if is_turned else 12)
+        assert kernel.lines_before(is_turned, 12, "heads") == 0
+    order = [*range(4, num_turned - 1, -1), *range(num_turned)]
+    assert started == {0: order, 1: order, 2: order}
+
+
+def check_parts(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:
+    """Who adds to which sum of dQ, in which order, where heads are turned in part."""
+    kernel = backward_functions(edit)
+    edges = kernel.Edges(0, 0, 0)
+    constants = size, True, "plain"
+    for q_len, kv_len in product(range(1, longest + 1), repeat=2):
+        num_tiles, num_turns = -(-kv_len // size), -(-q_len // size)
+        # A packed batch's longer sequences may have more tiles, of which more are turned.
+        for num_turned in range(1, num_tiles + 2):
+            adders = defaultdict(list)
+            for tile in [*range(num_tiles - 1, num_turned - 1, -1), *range(num_turned)]:
+                is_turned = int(tile < num_turned)
+                own = kernel.turns_of_keys(tile, q_len, kv_len, edges, is_turned, *constants)
+                for step in range(own.first, own.end):
+                    turn = kernel.turn_of(step)
+                    before = kernel.programs_before(turn, own, *constants)
+                    adders[turn, is_turned].append(before)
+            for turn in range(num_turns):
+                orders = [adders[turn, is_turned] for is_turned in (1, 0)]
+                assert all(order == list(range(len(order))) for order in orders)
+                first = kernel.is_reached(turn, q_len, kv_len, 0, 0, 0, *constants)
+                later = kernel.is_reached_by_later(turn, q_len, kv_len, num_turned, size)
+                assert [bool(order) for order in orders] == [first, later]
+
+
+def test_parts_of_heads_add_to_sums_that_are_read() -> None:
+    check_parts(9, 2)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("return (last_key >= first) & (kv_len > first)", "return last_key >= first"),
+        ("return (last_key >= first) & (kv_len > first)", "return kv_len > first"),
+        ("turn * TURN + TURN - 1 + kv_len - q_len", "turn * TURN + kv_len - q_len"),
+        ("gl.where(turns.is_turned > 0, turns.key_tile, last", "gl.where(False, 0, last"),
+    ],
+    ids=lambda edit: edit[1][:40],
+)
+def test_notices_a_wrong_part(edit: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        check_parts(9, 2, edit)
 
 
 def check_sharing(
@@ -203,7 +265,7 @@ def check_sharing(
     given = defaultdict(list)
     for program in range(grid):
         kernel.gl.program_id = lambda axis, program=program: program
-        line, tile, _ = kernel.place_in_order(4, 4, num_tiles, True)
+        line, tile, _ = kernel.place_in_order(4, 4, num_tiles, "heads")
         seq = kernel.sequence(
             Place(ends), Place(ends), line // per_sequence, longest, longest, lengths is not None
         )
