@@ -53,7 +53,8 @@ def keys_turned(heads: int, length: int, head_dim: int) -> int:
     if heads_turned(heads, length, head_dim) < heads:
         return 0
     rounds = heads * tiles / PROCESSORS
-    return max(1, int(rounds / 2 + 0.5)) * PROCESSORS // heads
+    found = max(1, int(rounds / 2 + 0.5)) * PROCESSORS // heads
+    return found if found >= 3 else 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -441,6 +441,10 @@ def _causal_heads_at_once(*, queries: int, stored: int, cache_bytes: int) -> int
 FEW_ROUNDS = 8
 """Backward programs for each processor, up to which it counts how a pass begins and ends."""
 
+FEWEST_KEYS_TURNED = 3
+"""Tiles of keys: of heads with fewer to turn, the others are too many for their rounds, and the
+pass takes 1.1 times as long (8 x 12 heads of 512 tokens and 64, docs/kernels.md)."""
+
 
 def backward_grid(problem: Problem) -> tuple[int, int, int]:
     """Heads of the backward pass, its programs of each, and the GPU's processors."""
@@ -552,4 +556,5 @@ def _keys_turned(
         return 0
     rounds = heads * num_key_tiles / processors
     # No more than fill these rounds: a few more would be another one.
-    return max(1, int(rounds / 2 + 0.5)) * processors // heads
+    found = max(1, int(rounds / 2 + 0.5)) * processors // heads
+    return found if found >= FEWEST_KEYS_TURNED else 0

@@ -290,6 +290,9 @@ class TestSchedule:
             ((8, 8), 8192, 128, 0),  # Groups of four fit the cache, and one of two is turned.
             ((9, 9), 2048, 128, 14),  # 126 programs: 15 tiles would be three too many.
             ((3, 3), 5632, 128, 0),  # 132 programs: all of them at once.
+            ((40, 40), 1024, 64, 3),
+            ((48, 48), 1024, 64, 0),  # Two tiles, of 2.9 rounds.
+            ((96, 96), 512, 64, 0),  # One tile of four.
         ],
     )
     def test_heads_are_turned_in_part_where_all_would_be(
