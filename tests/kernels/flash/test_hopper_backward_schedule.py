@@ -1,0 +1,264 @@
+"""How many programs the Hopper backward pass has, in which order, and what memory they need."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import backward_order
+from kernels.flash.call.arguments import BackwardPass
+from kernels.flash.call.problem import Problem, describe
+from kernels.flash.hopper import plans, schedule
+
+
+class TestSchedule:
+    """How many programs there are of the backward pass, and in which order."""
+
+    @pytest.fixture(autouse=True)
+    def _h200(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def problem(
+        self,
+        heads: tuple[int, int],
+        tokens: int,
+        *,
+        head_dim: int = 128,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> Problem:
+        q, k = (
+            torch.empty(1, n, tokens, head_dim, dtype=torch.bfloat16, device="meta") for n in heads
+        )
+        return describe(q, k, k, causal=causal, window=window)
+
+    def test_under_a_mask_every_query_head_has_programs_of_its_own(self) -> None:
+        assert schedule.num_parts(self.problem((32, 8), 8192)) == 4
+        assert schedule.num_parts(self.problem((8, 8), 8192)) == 1
+
+    def test_in_a_narrow_window_one_program_has_all_heads_of_a_group(self) -> None:
+        narrow = self.problem((32, 8), 65536, window=1024)
+        assert schedule.num_parts(narrow) == schedule.heads_at_once(narrow) == 1
+        assert schedule.num_parts(self.problem((32, 8), 65536, window=4096)) == 4
+        assert schedule.num_parts(self.problem((32, 8), 4096, window=1024)) == 4
+        # Too few programs to fill the GPU.
+        assert schedule.num_parts(self.problem((4, 1), 8192, window=1024)) == 2
+
+    @pytest.mark.parametrize(
+        ("times", "parts", "at_once"), [(1, 4, 16), (2, 4, 16), (4, 2, 8), (5, 2, 8), (8, 1, 4)]
+    )
+    def test_the_more_keys_for_each_query_the_fewer_programs(
+        self, times: int, parts: int, at_once: int
+    ) -> None:
+        """Heads that programs take one after another share the cache's room."""
+        q = torch.empty(1, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(1, 8, 2048 * times, 128, dtype=torch.bfloat16, device="meta")
+        problem = describe(q, k, k, causal=True)
+        assert schedule.num_parts(problem) == parts
+        assert schedule.heads_at_once(problem) == at_once
+        # Of a packed batch the longest sequences alone are known.
+        assert schedule.num_parts(replace(problem, packed=True)) == 4
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "window", "head_dim", "rolled"),
+        [
+            ((32, 8), 8192, None, 128, True),
+            ((16, 16), 16384, None, 128, False),
+            ((8, 8), 8192, None, 128, True),
+            ((16, 16), 65536, 1024, 128, True),
+            ((16, 16), 65536, 1024, 104, True),
+            ((16, 16), 65536, 1024, 96, False),
+            ((32, 8), 8192, None, 64, False),
+            ((32, 8), 8192, None, 256, False),
+        ],
+    )
+    def test_which_halves_run_the_same_code(
+        self, heads: tuple[int, int], tokens: int, window: int | None, head_dim: int, rolled: bool
+    ) -> None:
+        problem = self.problem(heads, tokens, window=window, head_dim=head_dim)
+        assert schedule.halves_rolled(problem) == rolled
+
+    @pytest.mark.parametrize(
+        ("heads", "causal", "window"),
+        [
+            ((64, 64), True, None),
+            ((64, 16), True, None),
+            ((64, 16), False, None),
+            ((64, 16), True, 64),
+            # Too few programs of whole groups to fill the GPU.
+            ((8, 2), False, None),
+            ((8, 2), True, 64),
+            # Turned in part.
+            ((10, 10), True, None),
+            ((12, 4), True, None),
+        ],
+    )
+    def test_workspace_is_as_predicted(
+        self, heads: tuple[int, int], causal: bool, window: int | None
+    ) -> None:
+        """But for the counts, of 4 bytes for 64 rows."""
+        pytest.importorskip("triton.experimental.gluon")
+        q, k = (torch.empty(2, n, 1024, 96, dtype=torch.bfloat16) for n in heads)
+        lse = torch.empty(2, heads[0], 1024)
+        problem = describe(q, k, k, causal=causal, window=window)
+        plan = plans.plan_backward(
+            BackwardPass(
+                problem=problem, do=q, q=q, k=k, v=k, o=q, lse=lse, dlse=None, dq=q, dk=k, dv=k,
+                scale=1.0,
+            )
+        )  # fmt: skip
+        allocated = sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.workspace)
+        predicted = schedule.backward_workspace(
+            batch_size=2, num_heads=heads[0], num_kv_heads=heads[1], q_len=1024, kv_len=1024,
+            head_dim=96, causal=causal, window=window,
+        )  # fmt: skip
+        assert predicted < allocated < 1.001 * predicted
+        num_sums = 2 if schedule.keys_turned(problem) else 1
+        assert plan.workspace[2][0][0] == num_sums * 2 * heads[0]
+        assert num_sums == (2 if heads[0] in (10, 12) else 1)
+
+    @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
+    def test_parts_divide_the_group(self, tokens: int) -> None:
+        assert 4 % schedule.num_parts(self.problem((32, 8), tokens, causal=False)) == 0
+
+    @pytest.mark.parametrize("tokens", [8192, 65536, 1 << 18])
+    def test_heads_come_in_slices_whose_sums_stay_small(self, tokens: int) -> None:
+        """Of each key head float32 sums of 128 numbers: dq of four heads, dk and dv."""
+        heads = schedule.key_heads_of_slice(self.problem((32, 8), tokens), tokens, tokens)
+        in_slice = heads * tokens * 6 * 128 * 4
+        assert heads == 1 or in_slice <= schedule.SLICE_BYTES
+        assert heads == 8 or (heads + 1) * tokens * (6 * 128 * 4 + 32) > schedule.SLICE_BYTES
+        every = schedule.key_heads_of_slice(self.problem((32, 32), tokens), tokens, tokens)
+        assert every == 32
+
+    @pytest.mark.parametrize("tokens", [1024, 8192, 16384])
+    def test_heads_that_take_turns_fit_the_cache(self, tokens: int) -> None:
+        """8 bytes of q, do and the sums of dq for each of 128 columns."""
+        heads = schedule.heads_at_once(self.problem((32, 32), tokens))
+        assert heads * tokens * 128 * 8 <= 50 << 20
+        # The simulation's own, which asks no device.
+        assert heads == backward_order.heads_at_once(tokens, 128)
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "turned"),
+        [
+            ((16, 16), 16384, 64, 4),  # Groups of four fit the cache.
+            ((15, 15), 16384, 64, 3),
+            ((13, 13), 16384, 64, 5),  # One alone has 128 programs, for 132 processors.
+            ((8, 2), 8192, 128, 4),
+            ((16, 16), 16384, 128, 0),  # Of 16 rounds the last does not count.
+            ((8, 8), 2048, 128, 0),
+            ((9, 9), 2048, 128, 9),
+            ((1, 1), 16384, 64, 0),
+            ((1, 1), 32768, 64, 1),
+        ],
+    )
+    def test_the_last_heads_are_turned_if_they_fill_the_gpu(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, turned: int
+    ) -> None:
+        assert schedule.heads_turned(self.problem(heads, tokens, head_dim=head_dim)) == turned
+        if turned:
+            # The simulation's own.
+            assert turned == backward_order.heads_turned(heads[0], tokens, head_dim)
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "turned"),
+        [
+            ((1, 1), 16384, 64, 0),  # All programs start at once.
+            ((1, 1), 32768, 64, 132),  # One round of 1.9.
+            ((1, 1), 36864, 64, 132),  # One of 2.2.
+            ((1, 1), 49152, 64, 132),  # One of 2.9.
+            ((1, 1), 53248, 64, 264),  # Two of 3.2.
+            ((1, 1), 1 << 18, 64, 0),  # 15.5 rounds, whose end is a small part.
+            ((4, 4), 8192, 128, 33),
+            ((4, 1), 8192, 128, 33),  # Each query head has programs of its own.
+            ((8, 8), 8192, 64, 33),  # Two of 3.9.
+            ((8, 8), 8192, 128, 0),  # Groups of four fit the cache, and one of two is turned.
+            ((9, 9), 2048, 128, 14),  # 126 programs: 15 tiles would be three too many.
+            ((3, 3), 5632, 128, 0),  # 132 programs: all of them at once.
+            ((40, 40), 1024, 64, 3),
+            ((48, 48), 1024, 64, 0),  # Two tiles, of 2.9 rounds.
+            ((96, 96), 512, 64, 0),  # One tile of four.
+        ],
+    )
+    def test_heads_are_turned_in_part_where_all_would_be(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, turned: int
+    ) -> None:
+        problem = self.problem(heads, tokens, head_dim=head_dim)
+        assert schedule.keys_turned(problem) == turned
+        if turned:
+            assert schedule.heads_turned(problem) == heads[0]
+            assert turned == backward_order.keys_turned(heads[0], tokens, head_dim)
+
+    def test_none_is_turned_in_part_where_sums_of_dq_are_large(self) -> None:
+        q, k = (
+            torch.empty(1, 4, n, 128, dtype=torch.bfloat16, device="meta") for n in (8320, 8192)
+        )
+        assert schedule.keys_turned(describe(q, k, k, causal=True)) == 0
+        assert schedule.keys_turned(describe(k, q, q, causal=True)) == 33
+
+    @pytest.mark.parametrize("cache_mib", [50, 60])
+    def test_what_is_turned_in_part_does_not_depend_on_the_cache(
+        self, monkeypatch: pytest.MonkeyPatch, cache_mib: int
+    ) -> None:
+        """Predictions of memory do not ask the GPU."""
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=cache_mib << 20)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        assert schedule.keys_turned(self.problem((4, 4), 8192)) == 33
+        # Of 60 MiB four heads would be one group, and all of them turned.
+        assert schedule.keys_turned(self.problem((4, 4), 10240)) == 0
+
+    @pytest.mark.parametrize(
+        ("heads", "onto", "planned"),
+        [((5, 5), False, ("keys", 5, 26)), ((5, 5), True, ("heads", 4, 5)),
+         ((16, 16), False, ("heads", 4, 4)), ((2, 2), False, ("none", 4, 0))],
+    )  # fmt: skip
+    def test_the_launch_says_so(
+        self, heads: tuple[int, int], onto: bool, planned: tuple[str, int, int]
+    ) -> None:
+        """All heads take turns where they are turned in part."""
+        pytest.importorskip("triton.experimental.gluon")
+        q = torch.empty(1, heads[0], 8192, 128, dtype=torch.bfloat16)
+        problem = describe(q, q, q, causal=True)
+        lse = torch.empty(1, heads[0], 8192)
+        call = BackwardPass(
+            problem=problem, do=q, q=q, k=q, v=q, o=q, lse=lse, dlse=None, dq=q, dk=q, dv=q,
+            scale=1.0,
+        )  # fmt: skip
+        main = plans._plan_main(call, 8192, onto=onto)
+        assert (main.constants["TURNED"], *main.integers[9:11]) == planned
+
+    @pytest.mark.parametrize("told_after", [0.6, 1.1])
+    def test_turned_in_part_they_end_earlier(self, told_after: float) -> None:
+        """By the simulation."""
+        for heads, length in (
+            *((1, 24576), (1, 32768), (1, 36864), (1, 49152), (4, 8192), (5, 8192)),
+            *((7, 4096), (9, 4096)),
+        ):
+            in_part, whole = (
+                backward_order.over_even(heads, length, 64, told_after, order)
+                for order in ("in part", "turned")
+            )
+            assert in_part < 0.98 * whole, (heads, length)
+
+    def test_none_is_turned_where_programs_are_as_long_as_each_other(self) -> None:
+        full = self.problem((4, 4), 8192, causal=False)
+        windowed = self.problem((4, 4), 8192, window=1024)
+        for problem in (full, windowed):
+            assert schedule.heads_turned(problem) == schedule.keys_turned(problem) == 0
+
+    @pytest.mark.parametrize(
+        ("heads", "head_dim", "apart"),
+        [(8, 128, True), (8, 72, True), (8, 64, False), (17, 128, False)],
+    )
+    def test_halves_are_added_apart_in_few_rounds(
+        self, heads: int, head_dim: int, apart: bool
+    ) -> None:
+        """8 heads have 512 programs, 17 have 1,088; up to 64 columns halves are added at once."""
+        problem = self.problem((heads, heads), 8192, head_dim=head_dim)
+        assert schedule.halves_apart(problem) is apart
