@@ -23,6 +23,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kernels.flash.hopper.schedule import FEWEST_KEYS_TURNED
+
 KEYS = 128
 """Of a program, and queries of a turn."""
 PROCESSORS = 132
@@ -54,7 +56,7 @@ def keys_turned(heads: int, length: int, head_dim: int) -> int:
         return 0
     rounds = heads * tiles / PROCESSORS
     found = max(1, int(rounds / 2 + 0.5)) * PROCESSORS // heads
-    return found if found >= 3 else 0
+    return found if found >= FEWEST_KEYS_TURNED else 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -98,6 +98,9 @@ TURNED_IN_PART = "2026-11-28T11:00"
 """When records of flash_triton began to be of backward kernels that turn few heads in part, which
 have two sums of dq."""
 
+FEWER_TURNED = "2026-11-28T12:00"
+"""When heads with fewer than three tiles of keys to turn began to be turned as a whole again."""
+
 
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     """As compared_peak, by the formulas of the code that a record was made with.
@@ -113,6 +116,8 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
             stack.enter_context(patch.object(chunks, "backward_workspace", _nothing))
         if record.started_at < TURNED_IN_PART:
             stack.enter_context(patch.object(schedule, "_bytes_of_second_sums", _no_bytes))
+        elif record.started_at < FEWER_TURNED:
+            stack.enter_context(patch.object(schedule, "FEWEST_KEYS_TURNED", 1))
         if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
             stack.enter_context(patch.object(schedule, "_fewest_parts", _parts_by_mask))

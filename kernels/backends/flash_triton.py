@@ -159,8 +159,10 @@ class FlashTriton(Attention):
 
             of_chunks = chunks.backward_workspace(problem, self.float32_precision)
             return row_bytes * rows + of_chunks
+        from kernels.flash.call.problem import reduced_mask
         from kernels.flash.hopper import schedule
 
+        mask = reduced_mask(problem.mask, problem.q_len, problem.kv_len)
         return schedule.backward_workspace(
             batch_size=problem.batch_size,
             num_heads=problem.num_heads,
@@ -169,8 +171,8 @@ class FlashTriton(Attention):
             kv_len=problem.kv_len,
             head_dim=problem.head_dim,
             causal=problem.causal,
-            window=problem.window,
-            hides_more=bool(problem.prefix_len or problem.shift),
+            window=mask.window,
+            hides_more=bool(mask.prefix_len or mask.shift),
         )
 
     def forward_workspace(self, problem: AttentionProblem) -> float:

@@ -274,7 +274,7 @@ def _checked(
     ):
         raise ValueError(f"softcap={softcap}: must be a positive number")
     window, prefix_len, shift = mask_numbers
-    mask = _reduced(
+    mask = reduced_mask(
         Mask(causal=causal, window=window, prefix_len=prefix_len, shift=shift), q_len, kv_len
     )
     return Problem(
@@ -298,7 +298,7 @@ def _checked(
     )
 
 
-def _reduced(mask: Mask, q_len: int, kv_len: int) -> Mask:
+def reduced_mask(mask: Mask, q_len: int, kv_len: int) -> Mask:
     """An equal mask without what changes nothing, for lengths up to these."""
     window, shift = mask.window, mask.shift
     if abs(shift) >= MAX_SHIFT:

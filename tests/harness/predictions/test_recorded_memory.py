@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from inspect import signature
 
 import pytest
 
+from benchmarks import bench_predictions
 from benchmarks.bench_predictions import also_held, kind, peak_of_its_kernel, within
 from harness.paths import ROOT
 from harness.store.record import RecordStore
+from kernels.flash.hopper import schedule
 from parallel.context.blocks.layouts import Contiguous
 
 Ratios = dict[str, list[float]]
@@ -77,6 +80,16 @@ def test_where_a_case_is_measured_alone(
     if not found:
         pytest.skip(f"no committed record of {name}")
     assert within(found, limit) >= least, sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [("_workspace_of_parts", "backward_workspace"), ("_parts_by_mask", "_fewest_parts")],
+)
+def test_earlier_formulas_take_what_those_of_now_take(earlier: str, now: str) -> None:
+    """One that does not raises, and what was recorded would stand for it."""
+    stand_in, formula = getattr(bench_predictions, earlier), getattr(schedule, now)
+    assert signature(stand_in).parameters == signature(formula).parameters
 
 
 def test_gathers_of_earlier_code_with_the_copy_that_they_held(

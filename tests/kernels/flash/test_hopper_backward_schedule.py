@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from benchmarks import backward_order
+from kernels.backends.flash_triton import FlashTriton
 from kernels.flash.call.arguments import BackwardPass
 from kernels.flash.call.problem import Problem, describe
 from kernels.flash.hopper import plans, schedule
+from kernels.problem import AttentionProblem
 
 
 class TestSchedule:
@@ -194,6 +196,19 @@ class TestSchedule:
         if turned:
             assert schedule.heads_turned(problem) == heads[0]
             assert turned == backward_order.keys_turned(heads[0], tokens, head_dim)
+
+    def test_a_window_that_hides_nothing_is_predicted_as_none(self) -> None:
+        """Four heads of 8,192 tokens are turned in part, and have two sums of dq."""
+        backend = FlashTriton(name="flash_triton")
+        given = AttentionProblem(
+            batch_size=1, num_heads=4, num_kv_heads=4, q_len=8192, kv_len=8192, head_dim=128,
+            causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
+        )  # fmt: skip
+        wide, narrow = (
+            backend.backward_workspace(replace(given, window=window)) for window in (8192, 8191)
+        )
+        assert wide == backend.backward_workspace(given)
+        assert wide - narrow == 4 * 8192 * 128 * 4
 
     def test_none_is_turned_in_part_where_sums_of_dq_are_large(self) -> None:
         q, k = (
