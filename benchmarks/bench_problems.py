@@ -52,7 +52,7 @@ def predict(name: str, results: Path) -> None:
     scales = load_sweep("forecast_problems").scales
     for kind, scale in LISTS.items():
         # For GPUs, which need not be here.
-        for case in expand(scales[scale], {}, "cuda"):
+        for case in expand(scales[scale], {}, "cuda").values():
             row = {"list": kind, "case_id": case.id, "gpus": case.world_size, "title": case.title}
             if case.id in measured:
                 if case.id not in before:
