@@ -11,9 +11,12 @@ the last program over that of evenly divided work,
                  queries to its first, if these heads fill the GPU
     in part      where that is all heads, each in its first keys, after the programs of the others,
                  and with sums of their own
+    divided      where all programs would start at once, the turns of each tile of keys divided
+                 among programs, with sums of their own (schedule.bands)
 
 so that in the second order a GPU empties on short programs, and in the third one, besides, fewer
-programs wait for each other. docs/kernels.md holds them against what was measured.
+programs wait for each other. The last one leaves no GPU idle. docs/kernels.md holds them against
+what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kernels.flash.hopper.schedule import FEWEST_KEYS_TURNED
+from kernels.flash.hopper.schedule import FEWEST_KEYS_TURNED, Bands, _bands
 
 KEYS = 128
 """Of a program, and queries of a turn."""
@@ -33,6 +36,8 @@ CACHE_BYTES = 50 * 2**20
 START, END = 0.3, 1.0
 """Turns that a program takes besides: until its first tiles are there, and for dQ of its last turn
 and its dK and dV."""
+SHARED = 0.7
+"""Turns to add dK and dV to sums, or to read them, once the program before has: an assumption."""
 
 
 def heads_at_once(length: int, head_dim: int) -> int:
@@ -68,27 +73,60 @@ class Order:
     """Of the last heads."""
     keys_turned: int = 0
     """Tiles of keys, of every head."""
+    bands: Bands | None = None
 
 
-def programs(heads: int, tiles: int, order: Order) -> Iterator[tuple[int, int, bool]]:
-    """(head, tile of keys, whether it is turned) in the order of indices."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Program:
+    """What one program does."""
+
+    head: int
+    tile: int
+    """Of keys."""
+    sums: int
+    """To which sums of dQ it adds."""
+    turns: range
+
+
+def programs(heads: int, tiles: int, order: Order) -> Iterator[Program]:
+    """All in the order of indices."""
+    if order.bands is not None:
+        yield from divided(heads, tiles, order.bands)
+        return
     for first in range(0, heads, order.group):
         those = range(first, min(first + order.group, heads))
         turned = order.keys_turned or (tiles if first >= heads - order.heads_turned else 0)
         for tile in [*range(tiles - 1, turned - 1, -1), *range(turned)]:
+            turns = range(tiles - 1, tile - 1, -1) if tile < turned else range(tile, tiles)
             for head in those:
-                yield head, tile, tile < turned
+                yield Program(head=head, tile=tile, sums=int(tile < turned), turns=turns)
+
+
+def divided(heads: int, tiles: int, bands: Bands) -> Iterator[Program]:
+    """All where the turns of a tile are divided."""
+    for band in range(bands.number):
+        behind = band * bands.turns
+        is_turned = bands.turned and band == 1
+        those = range(tiles - behind) if is_turned else reversed(range(tiles - behind))
+        for tile in those:
+            turns = range(tile + behind, min(tile + behind + bands.turns, tiles))
+            for head in range(heads):
+                yield Program(
+                    head=head, tile=tile, sums=band, turns=turns[::-1] if is_turned else turns
+                )
 
 
 def time_of_last(heads: int, tiles: int, order: Order, told_after: float) -> float:
     """Turns until the last program has ended, under a causal mask."""
     free = [0.0] * PROCESSORS
-    told = {(head, part): [0.0] * tiles for head in range(heads) for part in (False, True)}
-    for head, tile, is_turned in programs(heads, tiles, order):
+    num_sums = order.bands.number if order.bands else 2
+    told = {(head, sums): [0.0] * tiles for head in range(heads) for sums in range(num_sums)}
+    given = dict.fromkeys(((head, tile) for head in range(heads) for tile in range(tiles)), 0.0)
+    for program in programs(heads, tiles, order):
         now = heapq.heappop(free) + START
-        of_head = told[head, is_turned]
+        of_head = told[program.head, program.sums]
         before = None
-        for turn in range(tiles - 1, tile - 1, -1) if is_turned else range(tile, tiles):
+        for turn in program.turns:
             now += 1
             # dQ of a turn is added during the turn after it.
             if before is not None:
@@ -98,19 +136,30 @@ def time_of_last(heads: int, tiles: int, order: Order, told_after: float) -> flo
         assert before is not None
         now = max(now + END / 2, of_head[before])
         of_head[before] = now + told_after
-        heapq.heappush(free, now + END / 2)
+        now += END / 2
+        if order.bands is not None:
+            now = max(now, given[program.head, program.tile]) + SHARED
+            given[program.head, program.tile] = now
+        heapq.heappush(free, now)
     return max(free)
 
 
-ORDERS = ("last first", "turned", "in part")
+ORDERS = ("last first", "turned", "in part", "divided")
 
 
 def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
-    keys = keys_turned(heads, length, head_dim) if name == "in part" else 0
+    keys = keys_turned(heads, length, head_dim) if name in ("in part", "divided") else 0
+    bands = None
+    if name == "divided":
+        bands = _bands(
+            heads, -(-length // KEYS), q_len=length, kv_len=length, stored=head_dim,
+            processors=PROCESSORS,
+        )  # fmt: skip
     return Order(
         group=heads if keys else min(heads, heads_at_once(length, head_dim)),
         heads_turned=heads_turned(heads, length, head_dim) if name != "last first" else 0,
         keys_turned=keys,
+        bands=bands,
     )
 
 
@@ -123,6 +172,8 @@ def over_even(heads: int, length: int, head_dim: int, told_after: float, order: 
 
 
 SHAPES = [
+    *((1, 1024), (1, 2048), (1, 4096), (1, 8192), (1, 16384), (2, 8192), (4, 4096), (8, 2048)),
+    *((12, 1024), (6, 2048)),
     *((1, 24576), (1, 32768), (1, 49152), (1, 65536), (2, 16384), (4, 8192), (4, 16384)),
     *((3, 16384), (5, 8192), (8, 8192), (8, 16384), (12, 2048), (16, 4096)),
     *((16, 8192), (16, 16384), (16, 65536), (32, 8192), (64, 4096), (96, 1024), (96, 2048)),

@@ -101,6 +101,10 @@ have two sums of dq."""
 FEWER_TURNED = "2026-11-28T12:00"
 """When heads with fewer than three tiles of keys to turn began to be turned as a whole again."""
 
+IN_BANDS = "2026-11-28T14:20"
+"""When records of flash_triton began to be of backward kernels whose turns are divided among
+programs where these would all start at once, with a sum of dq for each part."""
+
 
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     """As compared_peak, by the formulas of the code that a record was made with.
@@ -115,9 +119,11 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
             stack.enter_context(patch.object(chunks, "forward_workspace", _nothing))
             stack.enter_context(patch.object(chunks, "backward_workspace", _nothing))
         if record.started_at < TURNED_IN_PART:
-            stack.enter_context(patch.object(schedule, "_bytes_of_second_sums", _no_bytes))
+            stack.enter_context(patch.object(schedule, "_bytes_of_further_sums", _no_bytes))
         elif record.started_at < FEWER_TURNED:
             stack.enter_context(patch.object(schedule, "FEWEST_KEYS_TURNED", 1))
+        if record.started_at < IN_BANDS:
+            stack.enter_context(patch.object(schedule, "_bands", _none))
         if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
             stack.enter_context(patch.object(schedule, "_fewest_parts", _parts_by_mask))
@@ -137,13 +143,14 @@ def _nothing(*_: object) -> float:
     return 0.0
 
 
-def _no_bytes(**_: object) -> int:
-    """As schedule._bytes_of_second_sums, of kernels with one sum of dq."""
-    return 0
+def _no_bytes(**_: object) -> tuple[int, int]:
+    """As schedule._bytes_of_further_sums, of kernels with one sum of dq."""
+    return 0, 0
 
 
-def _none(**_: object) -> None:
-    """As schedule.query_gradient_memory, of kernels that could not go on with their sums."""
+def _none(*_: object, **__: object) -> None:
+    """As schedule.query_gradient_memory, of kernels that could not go on with their sums; or as
+    schedule._bands, of those that had none."""
 
 
 class _SortedGatherMemory(GatheredKeys):
@@ -182,6 +189,7 @@ def _workspace_of_parts(
     causal: bool,
     window: int | None = None,
     hides_more: bool = False,
+    packed: bool = False,
 ) -> int:
     """As schedule.backward_workspace, of the kernels before; masks made no difference."""
     row = 4 * schedule.columns(head_dim).stored + 8

@@ -6,7 +6,8 @@ prefixes and caps instead of plain masks. Prints one row for each kernel and var
 with 1 if ptxas serialised the matmuls of any: then nothing runs beside them, whatever the source
 says. And if :mod:`kernels.launching.driver` has another idea of a kernel's parameters than its
 code: then Triton launches it, which takes longer. And if programs that share a group read sums
-without an acquire: compilers drop one whose result is not used.
+without an acquire: compilers drop one whose result is not used. And if a row kernel behind the
+backward pass spills.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -31,6 +33,8 @@ from kernels.flash.hopper import backward_wide as hopper_backward_wide
 from kernels.flash.hopper import forward as hopper_forward
 from kernels.flash.hopper import program_size
 from kernels.flash.hopper import schedule as hopper_schedule
+from kernels.flash.hopper.plans import FINISHED_ROWS
+from kernels.flash.hopper.rows import finish_dq
 from kernels.launching.driver import Parameters
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -127,6 +131,31 @@ def compile_variant(variant: Variant) -> Any:
     return triton.compile(source, target=HOPPER, options={"num_warps": 4})
 
 
+def compile_finish(head_dim: int, sums: int) -> Any:
+    """rows.finish_dq of a causal mask in bfloat16, as the backward pass launches it."""
+    names = finish_dq.arg_names
+    width = hopper_schedule.columns(head_dim).stored
+    constants = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": width,
+        "BLOCK_Q": FINISHED_ROWS,
+        "TURN": 128 if width <= 128 else 64,
+        "PACKED": False,
+        "CAUSAL": True,
+        "MASK": "plain",
+        "SUMS": sums,
+    }
+    types = {"sums_ptr": "*fp32", "dq_ptr": "*bf16", "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32"}
+    signature = {
+        name: "constexpr" if name in constants else (types | SCALARS).get(name, "i32")
+        for name in names
+    }
+    source = ASTSource(
+        finish_dq, signature, {(names.index(name),): value for name, value in constants.items()}
+    )
+    return triton.compile(source, target=HOPPER, options={"num_warps": max(4, width // 32)})
+
+
 def _type(name: str, variant: Variant, tile: int) -> str:
     """Triton's name for the type of one argument."""
     if name == "stat_desc":
@@ -159,6 +188,11 @@ def assembler_report(ptx: str) -> str:
         path.write_text(ptx)
         command = [PTXAS, "-v", "--gpu-name=sm_90a", path, "-o", path.with_suffix(".cubin")]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spills_in(report: str) -> str:
+    """The line of a report of ptxas that says what a kernel spills."""
+    return next(line.strip() for line in report.splitlines() if "spill" in line)
 
 
 def parameter_sizes(ptx: str) -> list[int]:
@@ -197,6 +231,9 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
         variants.append(replace(variants[0], shared=True))
         variants.append(replace(variants[0], turned="heads", apart=True))
         variants.append(replace(variants[0], turned="keys", apart=True))
+        if head_dim <= 128:
+            variants.append(replace(variants[0], turned="bands", apart=True, shared=True))
+            variants.append(replace(variants[0], turned="halves", apart=True, shared=True))
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))
     else:
@@ -244,7 +281,7 @@ def main() -> int:
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
                 lines = [line.strip() for line in report.splitlines()]
-                spills = next(line for line in lines if "spill" in line)
+                spills = spills_in(report)
                 slow = [line for line in lines if "serialized" in line]
                 slow += parameters_differ(compiled)
                 if variant.shared and "atom.global.gpu.acquire" not in compiled.asm["ptx"]:
@@ -257,6 +294,7 @@ def main() -> int:
                     f"{'shared' if variant.shared else '':<7}"
                     f"{'turned' if variant.turned == 'heads' else '':<7}"
                     f"{'in part' if variant.turned == 'keys' else '':<8}"
+                    f"{variant.turned if variant.turned in ('bands', 'halves') else '':<7}"
                     f"{'onto' if variant.onto else '':<5}"
                     f"{variant.consumers} x {variant.tiles:<3}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
@@ -267,6 +305,12 @@ def main() -> int:
                     sep="\n    ",
                     flush=True,
                 )
+    if "backward" in kernels and variants_of is plain_variants:
+        for head_dim in head_dims:
+            for sums in (1, 2, hopper_schedule.MOST_BANDS):
+                spills = spills_in(assembler_report(compile_finish(head_dim, sums).asm["ptx"]))
+                failed = failed or " 0 bytes spill stores" not in spills
+                print(f"finish_dq      d {head_dim:<4} {sums} sums  {spills}", flush=True)
     return int(failed)
 
 

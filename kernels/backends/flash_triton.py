@@ -173,6 +173,7 @@ class FlashTriton(Attention):
             causal=problem.causal,
             window=mask.window,
             hides_more=bool(mask.prefix_len or mask.shift),
+            packed=problem.packed,
         )
 
     def forward_workspace(self, problem: AttentionProblem) -> float:

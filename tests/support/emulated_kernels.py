@@ -202,7 +202,15 @@ def backward(x: Values) -> None:
     q, do, k, v = (at(x[name][0], DTYPE, *x[name][1:]).double() for name in names)
     batch, heads, rows, head_dim = q.shape
     lines, padded = x["num_lines"], x["padded_len"]
-    num_sums = 2 if x["TURNED"] == "keys" else 1
+    query, key = (torch.arange(n) // 128 for n in (rows, k.shape[2]))
+    in_bands = x["TURNED"] in ("bands", "halves")
+    # Of each pair of a query and a key, to which sum of dq it adds.
+    sum_of = torch.zeros(rows, len(key), dtype=torch.int64)
+    if x["TURNED"] == "keys":
+        sum_of += key >= x["num_turned"]
+    elif in_bands:
+        sum_of = ((query[:, None] - key) // x["num_turned"]).clamp_min(0)
+    num_sums = int(sum_of.max()) + 1
     counts = contiguous(x["counts"], torch.int32, num_sums * lines, padded // 64)
     assert not counts.any(), "counts begin at zero"
     counts.fill_(7)
@@ -214,13 +222,16 @@ def backward(x: Values) -> None:
     p = (scores - lse / LOG2_E).exp()
     ds = p * (do @ values.mT - delta)
     sums = contiguous(x["dq_sums"], torch.float32, num_sums, lines, padded, x["BLOCK_D"])
-    # The first sums are of the first keys, if there are others.
-    first_key = x["num_turned"] * 128 if num_sums == 2 else keys.shape[2]
-    for part, those in enumerate((slice(first_key), slice(first_key, None))[:num_sums]):
-        of_keys = ds[..., those] @ keys[:, :, those]
+    for part in range(num_sums):
+        those = sum_of == part
+        of_keys = (ds * those) @ keys
+        # Turns that none of these keys comes to stay as they were: no numbers, here.
+        seen = _mask(torch.zeros(those.shape, dtype=torch.float64), x["CAUSAL"]) == 0
+        reached = torch.isin(query, query[(those & seen).any(1)])
+        of_keys = torch.where(reached[:, None], of_keys, torch.nan)
         sums[part, :, :rows, :head_dim] = of_keys.reshape(lines, rows, head_dim)
-    assert x["SHARED"] == (parts > 1)
-    if parts > 1:
+    assert x["SHARED"] == (parts > 1 or in_bands)
+    if x["SHARED"]:
         num_key_lines, padded_keys = batch * k.shape[1], x["padded_keys"]
         key_counts = contiguous(x["key_counts"], torch.int32, num_key_lines, padded_keys // 64)
         assert not key_counts.any(), "counts begin at zero"
@@ -236,8 +247,13 @@ def backward(x: Values) -> None:
 def finish_dq(x: Values) -> None:
     lines, rows, width = x["BATCH"] * x["num_heads"], x["q_len"], x["HEAD_DIM"]
     shape = (x["SUMS"], lines, x["padded_len"], x["BLOCK_D"])
-    sums = contiguous(x["sums_ptr"], torch.float32, *shape).sum(0)
-    dq = sums[:, :rows, :width].double() * x["scale"]
+    first, *further = contiguous(x["sums_ptr"], torch.float32, *shape).double()
+    last_key = torch.arange(rows) // 128 * 128 + 127 + x["kv_len"] - rows
+    dq = torch.where((last_key >= 0)[:, None], first[:, :rows, :width], 0.0)
+    for place, sums in enumerate(further, 1):
+        reached = last_key >= place * x["num_turned"] * 128
+        dq = dq + torch.where(reached[:, None], sums[:, :rows, :width], 0.0)
+    dq = dq * x["scale"]
     shape = (x["BATCH"], x["num_heads"], rows, width)
     strides = (x["stride_qb"], x["stride_qh"], x["stride_qs"], 1)
     at(x["dq_ptr"], DTYPE, shape, strides).copy_(dq.view(shape))

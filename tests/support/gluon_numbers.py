@@ -82,8 +82,9 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     """Those of the backward kernels: ``turns_of_keys``, ``turn_of``, ``programs_before``,
-    ``place_in_order``, ``lines_before``, ``probabilities``, ``slope_of_cap``, ``sharing_of``; and
-    ``is_reached`` and ``is_reached_by_later`` of rows.finish_dq.
+    ``place_in_order``, ``place_in_bands``, ``in_band``, ``lines_before``, ``probabilities``,
+    ``slope_of_cap``, ``sharing_of``; and ``is_reached`` and ``is_reached_by_later`` of
+    rows.finish_dq.
 
     Args:
         edit: a line of their source, and what to put in its place.
@@ -97,7 +98,7 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     load(names, tiles, ("offsets", "capped", "sequence"), edit)
     load(names, rows, ("is_reached", "is_reached_by_later"), edit)
     order = ("place_in_order", "lines_before", "turns_of_keys", "turn_of", "programs_before")
-    load(names, backward_order, order, edit)
+    load(names, backward_order, (*order, "place_in_bands", "in_band"), edit)
     load(names, backward_sharing, ("sharing_of",), edit, (".to(gl.int64)", ""))
     # PyTorch's tensors have no layout to ask for.
     for function in ("probabilities", "slope_of_cap"):

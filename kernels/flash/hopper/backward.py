@@ -43,8 +43,10 @@ from kernels.flash.hopper.backward_order import (
     add_tile,
     bounds_of_loops,
     close_turns,
+    in_band,
     lines_before,
     open_turns,
+    place_in_bands,
     place_in_order,
     probabilities,
     programs_before,
@@ -512,7 +514,9 @@ def accumulate(
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
-    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or TURNED != "none")
+    IN_BANDS: gl.constexpr = TURNED == "bands" or TURNED == "halves"
+    TURNED_LAST: gl.constexpr = TURNED == "heads" or TURNED == "keys"
+    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or TURNED_LAST)
     k = shared.k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     v = shared.v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     views = Views(
@@ -606,14 +610,15 @@ def accumulate(
         mbarrier.wait(shared.opened, opened, pred=sharing.adds | sharing.ends)
     OF_DK: gl.constexpr = 2 * CONSUMER * ROWS * BLOCK_D
     OF_DV: gl.constexpr = OF_DK + ROWS * BLOCK_D
-    give(progress.dk * scale, dk_rows, first_key, sharing, OF_DK, 0, HEAD_DIM, SHARED)
-    give(progress.dv, dv_rows, first_key, sharing, OF_DV, 0, HEAD_DIM, SHARED)
+    dk = progress.dk * scale
+    give(dk, dk_rows, first_key, sharing, OF_DK, 0, HEAD_DIM, SHARED, True, IN_BANDS)
+    give(progress.dv, dv_rows, first_key, sharing, OF_DV, 0, HEAD_DIM, SHARED, True, IN_BANDS)
     if TAIL > 0:
         TAILS: gl.constexpr = ROWS * MAIN
         dk = progress.dk_tail * scale
-        give(dk, dk_rows, first_key, sharing, OF_DK + TAILS, MAIN, HEAD_DIM, SHARED)
+        give(dk, dk_rows, first_key, sharing, OF_DK + TAILS, MAIN, HEAD_DIM, SHARED, True, IN_BANDS)
         dv = progress.dv_tail
-        give(dv, dv_rows, first_key, sharing, OF_DV + TAILS, MAIN, HEAD_DIM, SHARED)
+        give(dv, dv_rows, first_key, sharing, OF_DV + TAILS, MAIN, HEAD_DIM, SHARED, True, IN_BANDS)
     if SHARED:
         mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
@@ -679,12 +684,15 @@ def flash_backward(
     (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
     all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``:
     "heads", the last ``num_turned`` are (schedule.heads_turned), "keys", all are in their first
-    ``num_turned`` tiles of keys (schedule.keys_turned), or "none". ``APART``:
+    ``num_turned`` tiles of keys (schedule.keys_turned), or "none"; or the turns of each tile are
+    divided into "bands" of ``num_turned`` (schedule.bands), or into two, "halves", of which the
+    second is turned. ``APART``:
     schedule.halves_apart. ``ROLLED``: schedule.halves_rolled.
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`, or where ``ONTO`` such sums of other keys, which it adds to; counts is
     [num_lines, padded_len / 64] int32, zero at the start. Where ``TURNED`` is "keys", there are
-    twice as many lines of both: first those of keys that are turned, then those of the others.
+    twice as many lines of both: first those of keys that are turned, then those of the others. Each
+    band has lines of its own; of a tile's bands dK and dV are ``SHARED``.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -727,7 +735,15 @@ def flash_backward(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
-    line, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
+    IN_BANDS: gl.constexpr = TURNED == "bands" or TURNED == "halves"
+    band = 0
+    num_bands = 1
+    if IN_BANDS:
+        line, key_tile, band, is_turned = place_in_bands(
+            heads_at_once, num_turned, num_key_tiles, TURNED
+        )
+    else:
+        line, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
     programs_of_sequence = num_heads // num_members
     first_head = line % programs_of_sequence * num_members
     heads = Heads(
@@ -737,17 +753,37 @@ def flash_backward(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
-        lines_before=lines_before(is_turned, num_lines, TURNED),
+        lines_before=band * num_lines if IN_BANDS else lines_before(is_turned, num_lines, TURNED),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     turns = turns_of_keys(
-        key_tile, seq.q_len, seq.kv_len, edges, is_turned, PROGRAM_ROWS, CAUSAL, MASK
+        key_tile,
+        seq.q_len,
+        seq.kv_len,
+        edges,
+        0 if IN_BANDS else is_turned,
+        PROGRAM_ROWS,
+        CAUSAL,
+        MASK,
     )
+    if IN_BANDS:
+        num_bands = gl.cdiv(turns.end - turns.first, num_turned)
+        turns = in_band(turns, band, num_turned, is_turned)
     sharing = 0
     if SHARED:
         sharing = sharing_of(
-            key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
+            key_sums,
+            key_counts,
+            padded_keys,
+            heads,
+            group_size,
+            turns.first_key,
+            seq,
+            band,
+            num_bands,
+            BLOCK_D,
+            IN_BANDS,
         )
     gl.static_assert(not APART or BLOCK_D == 2 * ROWS)
     gl.static_assert(not ROLLED or MAIN == 2 * ROWS)

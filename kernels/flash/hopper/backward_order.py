@@ -16,6 +16,11 @@ Where there are too few heads for both kinds, each is turned in part (schedule.k
 programs of its last keys start first, in the first order, and those of its first keys follow,
 turned, as processors become free one after another. The two parts add to sums of dQ of their own.
 
+Where all programs could start at once, and the GPU would idle as the short ones end, the turns of a
+tile of keys are divided among programs, its *bands* (schedule.bands): each band of all tiles has
+sums of dQ of its own, and the bands of one tile add up dK and dV
+(:mod:`kernels.flash.hopper.backward_sharing`).
+
 No order can block: programs start in the order of their indices, so whichever a program
 waits for has started before it.
 
@@ -91,6 +96,8 @@ class Turns(NamedTuple):
     """Under a window the first key that it sees, of the same sequence."""
     prefix_len: Any
     """Keys that every query sees, under the mask ``prefix``."""
+    skipped: Any
+    """Turns of the bands before this one."""
 
 
 class Gradients(NamedTuple):
@@ -131,6 +138,54 @@ def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexp
         is_turned = gl.where(turned_tile >= 0, 1, 0)
         key_tile = gl.where(is_turned > 0, turned_tile, key_tile)
     return first_head + index % width, key_tile, is_turned
+
+
+@gluon.jit
+def place_in_bands(num_heads, band_turns, num_key_tiles, TURNED: gl.constexpr):
+    """The head, the key tile and the band of this program, and whether it is turned.
+
+    A band that begins so many turns behind a tile's first one has so many tiles less, the last
+    ones. In each the last keys start first; of "halves" the second one is turned: its programs
+    start as those of the first one end, the shortest of these first.
+    """
+    place = gl.program_id(0) // num_heads
+    num_tiles = num_key_tiles
+    band = 0
+    while place >= num_tiles:
+        place -= num_tiles
+        num_tiles -= band_turns
+        band += 1
+    key_tile = num_tiles - 1 - place
+    is_turned = 0
+    if TURNED == "halves":
+        is_turned = band
+        key_tile = gl.where(is_turned > 0, place, key_tile)
+    return gl.program_id(0) % num_heads, key_tile, band, is_turned
+
+
+@gluon.jit
+def in_band(turns, band, band_turns, is_turned):
+    """The turns of one band, of all turns of a program that is not turned.
+
+    A plain causal mask hides keys in the first turn alone, or in all of a tile that has but one.
+    """
+    first = turns.first + band * band_turns
+    end = gl.minimum(first + band_turns, turns.end)
+    last_step = gl.where(is_turned > 0, 1 - first, end)
+    return Turns(
+        first_key=turns.first_key,
+        first=gl.where(is_turned > 0, 1 - end, first),
+        end=last_step,
+        num_masked=gl.where(band > 0, 0, turns.num_masked),
+        unmasked_end=last_step,
+        is_turned=is_turned,
+        key_tile=turns.key_tile,
+        num_key_tiles=turns.num_key_tiles,
+        offset=turns.offset,
+        start=turns.start,
+        prefix_len=turns.prefix_len,
+        skipped=band * band_turns,
+    )
 
 
 @gluon.jit
@@ -211,6 +266,7 @@ def turns_of_keys(
         offset=offset,
         start=start if MASK == "window" else 0,
         prefix_len=edges.prefix_len if MASK == "prefix" else 0,
+        skipped=0,
     )
 
 
@@ -246,6 +302,8 @@ def programs_before(turn, turns, SIZE: gl.constexpr, CAUSAL: gl.constexpr, MASK:
         if MASK == "prefix":
             last_key = gl.maximum(last_key, turns.prefix_len - 1)
         last = gl.minimum(last, last_key // SIZE)
+    # The last of the tiles that come to a turn does so in its first band.
+    last -= turns.skipped
     return gl.where(turns.is_turned > 0, turns.key_tile, last - turns.key_tile)
 
 

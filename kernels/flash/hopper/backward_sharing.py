@@ -1,4 +1,4 @@
-"""dK and dV of a tile of keys whose query heads several programs share.
+"""dK and dV of a tile of keys whose query heads, or whose queries, several programs share.
 
 Each program adds what its own query heads give, one after another, in the order of their heads, to
 float32 sums in memory; the last one adds what it has itself and writes the result. Where heads take
@@ -43,9 +43,12 @@ def sharing_of(
     group_size,
     first_key,
     seq,
+    band,
+    num_bands,
     BLOCK_D: gl.constexpr,
+    IN_BANDS: gl.constexpr,
 ):
-    """The place of a program in its group.
+    """The place of a program among those of its tile: band by band, in each the heads of a group.
 
     Args:
         key_sums: [key heads of the batch, padded_keys / 64, 2, 64 * BLOCK_D] float32: dk and dv of
@@ -54,6 +57,9 @@ def sharing_of(
     """
     num_programs = group_size // heads.num_members
     before = heads.first_head % group_size // heads.num_members
+    if IN_BANDS:
+        before += band * num_programs
+        num_programs *= num_bands
     line = seq.batch * (heads.num_heads // group_size) + heads.kv_head
     row = line.to(gl.int64) * padded_keys + seq.key_line_start + first_key
     return Sharing(
@@ -66,14 +72,20 @@ def sharing_of(
 
 
 @gluon.jit
-def with_sums(x, pointer):
-    """A tile [64, N] and the sums of the programs before, whose additions have been acquired."""
+def with_sums(x, pointer, before, IN_BANDS: gl.constexpr):
+    """A tile [64, N] and the sums of the programs before, whose additions have been acquired.
+
+    Some tiles have one band, and nobody ``before`` it has written sums.
+    """
     own = by_thread(x)
     LAYOUT: gl.constexpr = own.type.layout
     N: gl.constexpr = x.shape[1]
     places = pointer + gl.arange(0, own.shape[0], LAYOUT)
     # From L2: L1 can hold what an earlier program on this multiprocessor stored there.
-    sums = gl.load(places, cache_modifier=".cg") + own
+    if IN_BANDS:
+        sums = gl.load(places, mask=before > 0, other=0.0, cache_modifier=".cg") + own
+    else:
+        sums = gl.load(places, cache_modifier=".cg") + own
     # The way back from by_thread.
     tile = sums.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, N])
     return gl.convert_layout(tile, x.type.layout, assert_trivial=True)
@@ -90,6 +102,7 @@ def give(
     HEAD_DIM: gl.constexpr,
     SHARED: gl.constexpr,
     REARRANGE: gl.constexpr = True,
+    IN_BANDS: gl.constexpr = False,
 ):
     """A tile of dk or dv [64, N] to memory: as it is, or where programs share it, in order.
 
@@ -101,7 +114,7 @@ def give(
         if sharing.adds:
             add_tile(sums, x, sharing.before == 0)
         if sharing.ends:
-            whole = with_sums(x, sums)
+            whole = with_sums(x, sums, sharing.before, IN_BANDS)
             store_rows(whole, rows, first, FIRST_COLUMN, HEAD_DIM, REARRANGE)
     else:
         store_rows(x, rows, first, FIRST_COLUMN, HEAD_DIM, REARRANGE)

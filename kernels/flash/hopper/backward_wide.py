@@ -617,7 +617,17 @@ def flash_backward_wide(
     sharing = 0
     if SHARED:
         sharing = sharing_of(
-            key_sums, key_counts, padded_keys, heads, group_size, turns.first_key, seq, BLOCK_D
+            key_sums,
+            key_counts,
+            padded_keys,
+            heads,
+            group_size,
+            turns.first_key,
+            seq,
+            0,
+            1,
+            BLOCK_D,
+            False,
         )
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(

@@ -95,10 +95,10 @@ def planned_forward(call: ForwardPass) -> PlannedPass | None:
 def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv.
 
-    Needs, besides, the float32 sums of dq, 4 bytes for each of its elements, or two of them where
-    heads are turned in part (:func:`schedule.keys_turned`); and where programs share grouped
-    queries (:func:`schedule.num_parts`), those of dk and dv; of grouped queries for so many key
-    heads at a time as keep them within ``schedule.SLICE_BYTES``.
+    Needs, besides, float32 sums of dq, 4 bytes for each of its elements, or several of few heads
+    (:func:`schedule.keys_turned`, :func:`schedule.bands`); and where programs share grouped queries
+    (:func:`schedule.num_parts`) or have bands, those of dk and dv; of grouped queries for so many
+    key heads at a time as keep them within ``schedule.SLICE_BYTES``.
     """
     q, k = call.q, call.k
     if q.numel() == 0 or k.numel() == 0:

@@ -89,12 +89,16 @@ class BackwardPlan(NamedTuple):
 
     workspace: Workspace
     """lse in units of log2, and rowsum(o * do) - dlse: [2, B * H, S padded]; counts of programs and
-    sums of dq, of each line or of each two; and where programs share a group, counts of them and
-    sums of dk and dv."""
+    sums of dq, one or more of each line; and where programs share a tile of keys, counts of them
+    and sums of dk and dv."""
     row_statistics: PreparedLaunch
     main: PreparedLaunch
     finish_dq: PreparedLaunch
 
+
+FINISHED_ROWS = 16
+"""Queries of a program of finish_dq. It loads all sums of a row at once: with 128 rows, four sums
+of 128 columns were 512 numbers a thread, which spilled 10 KB and took 90 microseconds more."""
 
 BACKWARD_PLANS: dict[tuple, BackwardPlan] = {}
 
@@ -119,9 +123,10 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
     padded_len = _padded(lse_len, problem)
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
-    of_keys = _key_workspace(call)
+    of_keys = _key_workspace(call, onto=False)
     keys_turned = schedule.keys_turned(problem)
-    num_sums = 2 if keys_turned else 1
+    bands = schedule.bands(problem)
+    num_sums = bands.number if bands else 2 if keys_turned else 1
     rowwise = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": width,
@@ -154,9 +159,10 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         main=_plan_main(call, padded_len, onto=False),
         finish_dq=PreparedLaunch(
             finish_dq,
-            by_query,
+            grid(problem.q_len, problem.batch_size * problem.num_heads, FINISHED_ROWS),
             {
                 **rowwise,
+                "BLOCK_Q": FINISHED_ROWS,
                 "TURN": schedule.backward_rows(problem),
                 "CAUSAL": problem.causal,
                 "MASK": schedule.mask_kind(problem),
@@ -169,7 +175,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 problem.kv_len,
                 padded_len,
                 num_lines * padded_len,
-                keys_turned,
+                bands.turns if bands else keys_turned,
                 *_edges(problem),
             ),
         ),
@@ -192,14 +198,19 @@ ONTO_PLANS: dict[tuple, OntoPlan] = {}
 
 def plan_onto(call: BackwardPass, padded_len: int) -> OntoPlan:
     """The launch of a call whose dq is added to sums, of lines of ``padded_len`` rows."""
-    counts, sums = [shape for shape, _ in _key_workspace(call)] or [(0,), (0,)]
+    counts, sums = [shape for shape, _ in _key_workspace(call, onto=True)] or [(0,), (0,)]
     return OntoPlan(math.prod(counts), sums, _plan_main(call, padded_len, onto=True))
 
 
-def _key_workspace(call: BackwardPass) -> Workspace:
-    """Counts of programs that share a group, and sums of dk and dv; nothing if none do."""
+def _bands(problem: Problem, *, onto: bool) -> schedule.Bands | None:
+    """Of the turns of a tile; sums of dq that other keys have begun are one for all."""
+    return None if onto else schedule.bands(problem)
+
+
+def _key_workspace(call: BackwardPass, *, onto: bool) -> Workspace:
+    """Counts of programs that share a tile of keys, and sums of dk and dv; nothing if none do."""
     problem, k = call.problem, call.k
-    if schedule.num_parts(problem) == 1:
+    if schedule.num_parts(problem) == 1 and _bands(problem, onto=onto) is None:
         return ()
     tiles = k.shape[0] * problem.num_kv_heads, _padded(k.shape[2], problem) // ROWS
     return (tiles, torch.int32), ((*tiles, 2, ROWS * block_d(problem)), torch.float32)
@@ -214,10 +225,15 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     chosen = BACKWARD[width]
     num_lines = q.shape[0] * q.shape[1]
     num_parts = schedule.num_parts(problem)
-    # Sums that other keys have begun are one for all.
     keys_turned = 0 if onto else schedule.keys_turned(problem)
     heads_turned = schedule.heads_turned(problem)
-    num_key_tiles = -(-problem.kv_len // schedule.backward_rows(problem))
+    bands = _bands(problem, onto=onto)
+    heads, num_key_tiles, _ = schedule.backward_grid(problem)
+    turned = "keys" if keys_turned else "heads" if heads_turned else "none"
+    num_programs = num_key_tiles
+    if bands is not None:
+        turned = "halves" if bands.turned else "bands"
+        num_programs = bands.programs(num_key_tiles)
     by_width = {}
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
@@ -226,11 +242,11 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
     return PreparedLaunch(
         flash_backward if width <= 128 else flash_backward_wide,
-        (num_key_tiles * problem.batch_size * problem.num_kv_heads * num_parts, 1, 1),
+        (heads * num_programs, 1, 1),
         {
             "STAGES": chosen.stages,
-            "TURNED": "keys" if keys_turned else "heads" if heads_turned else "none",
-            "SHARED": num_parts > 1,
+            "TURNED": turned,
+            "SHARED": num_parts > 1 or bands is not None,
             "ONTO": onto,
             **by_width,
             **_constants(problem),
@@ -241,8 +257,8 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
-            schedule.backward_grid(problem)[0] if keys_turned else schedule.heads_at_once(problem),
-            keys_turned or heads_turned,
+            heads if keys_turned or bands else schedule.heads_at_once(problem),
+            bands.turns if bands else keys_turned or heads_turned,
             problem.q_len,
             problem.kv_len,
             num_lines,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.flash.hopper.tiles import LOG2_E, ROWS
+from kernels.flash.hopper.tiles import LOG2_E, PROGRAM_ROWS, ROWS
 
 
 @triton.jit(do_not_specialize=["num_key_counts"])
@@ -44,7 +44,7 @@ def row_statistics(
     Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
     (tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
     lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
-    have added to each 64 rows of dQ begin at zero, of one or two ``SUMS`` of it, and so do
+    have added to each 64 rows of dQ begin at zero, of all ``SUMS`` of it, and so do
     ``num_key_counts`` of dK and dV.
     """
     block = tl.program_id(0)
@@ -166,8 +166,9 @@ def finish_dq(
 ):
     """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key.
 
-    Where there are two ``SUMS`` of dQ, the second, ``plane`` rows further on, is of keys behind the
-    first ``num_turned`` tiles.
+    Where there are several ``SUMS`` of dQ, each is ``plane`` rows behind the one before. The second
+    is of keys behind the first ``num_turned`` tiles; or each is of a band of so many turns, which
+    begins so many turns behind the one before.
     """
     block = tl.program_id(0)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -179,7 +180,7 @@ def finish_dq(
         start = tl.load(cu_seqlens_q + batch)
         q_len = tl.load(cu_seqlens_q + batch + 1) - start
         kv_len = tl.load(cu_seqlens_k + batch + 1) - tl.load(cu_seqlens_k + batch)
-        sums_start = (start + BLOCK_Q * batch) // BLOCK_Q * BLOCK_Q
+        sums_start = (start + PROGRAM_ROWS * batch) // PROGRAM_ROWS * PROGRAM_ROWS
         batch = 0
     if block * BLOCK_Q >= q_len:
         return
@@ -198,8 +199,8 @@ def finish_dq(
     register = (row % 16 // 8 * 2)[:, None] + (column % 2)[None, :]
     place = tile * 4096 + (column % 64 // 8)[None, :] * 512 + thread * 4 + register
     dq = tl.load(sums + place, mask=mask & seen[:, None], other=0.0)
-    if SUMS == 2:
-        later = is_reached_by_later(row // TURN, q_len, kv_len, num_turned, TURN)
+    for further in tl.static_range(1, SUMS):
+        later = is_reached_by_later(row // TURN, q_len, kv_len, further * num_turned, TURN)
         place += tl.cast(plane, tl.int64) * BLOCK_D
         dq += tl.load(sums + place, mask=mask & later[:, None], other=0.0)
     dq *= scale

@@ -260,6 +260,7 @@ def backward_workspace(
     causal: bool,
     window: int | None = None,
     hides_more: bool = False,
+    packed: bool = False,
 ) -> int:
     """Bytes that the backward pass allocates, here or elsewhere, on a GPU of PROCESSORS.
 
@@ -283,21 +284,32 @@ def backward_workspace(
     )
     allocated = _key_heads_of_slice(num_kv_heads, group_size, one_head) * one_head
     if causal and window is None and not hides_more:
-        allocated += _bytes_of_second_sums(
-            batch_size=batch_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
+        allocated += sum(
+            _bytes_of_further_sums(
+                batch_size=batch_size,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                q_len=q_len,
+                kv_len=kv_len,
+                head_dim=head_dim,
+                packed=packed,
+            )
         )
     return allocated
 
 
-def _bytes_of_second_sums(
-    *, batch_size: int, num_heads: int, num_kv_heads: int, q_len: int, kv_len: int, head_dim: int
-) -> int:
-    """Of dq, under a causal mask, where heads are turned in part; on a GPU of PROCESSORS."""
+def _bytes_of_further_sums(
+    *,
+    batch_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    packed: bool,
+) -> tuple[int, int]:
+    """Of dq, under a causal mask, where heads are turned in part or tiles have several bands; and
+    of dk and dv, where these bands alone need them. On a GPU of PROCESSORS."""
     stored = columns(head_dim).stored
     key_tiles = -(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS))
     group_size = num_heads // num_kv_heads
@@ -308,8 +320,16 @@ def _bytes_of_second_sums(
         fewest=_fewest_parts(group_size, q_len, kv_len, True, None),
         processors=PROCESSORS,
     )
+    heads = batch_size * num_kv_heads * parts
+    one_sum = 4 * stored * batch_size * num_heads * q_len
+    found = _bands(
+        heads, key_tiles, q_len=q_len, kv_len=kv_len, stored=stored, processors=PROCESSORS
+    )
+    if found is not None and not packed:
+        of_keys = 2 * 4 * stored * batch_size * num_kv_heads * kv_len if parts == 1 else 0
+        return (found.number - 1) * one_sum, of_keys
     turned = _keys_turned(
-        batch_size * num_kv_heads * parts,
+        heads,
         key_tiles,
         q_len=q_len,
         kv_len=kv_len,
@@ -317,7 +337,7 @@ def _bytes_of_second_sums(
         stored=stored,
         processors=PROCESSORS,
     )
-    return 4 * stored * batch_size * num_heads * q_len if turned else 0
+    return one_sum if turned else 0, 0
 
 
 _START = 256
@@ -398,14 +418,17 @@ def query_gradient_memory(
         head_dim=head_dim, group_size=group_size, num_queries=batch_size * num_queries, num_keys=0
     )
     if blocks[0].spec.causal:
-        kept += _bytes_of_second_sums(
+        of_queries, of_keys = _bytes_of_further_sums(
             batch_size=batch_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             q_len=num_queries,
             kv_len=blocks[0].num_keys,
             head_dim=head_dim,
+            packed=False,
         )
+        kept += of_queries
+        of_blocks[0] += of_keys
     return QueryGradientMemory(float(kept), tuple(of_blocks))
 
 
@@ -453,6 +476,71 @@ def backward_grid(problem: Problem) -> tuple[int, int, int]:
     num_key_tiles = -(-problem.kv_len // backward_rows(problem))
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     return heads, num_key_tiles, processors
+
+
+class Bands(NamedTuple):
+    """How the turns of a tile of keys are divided among backward programs."""
+
+    turns: int
+    """Of a band; a tile's last one has what is left."""
+    number: int
+    """Bands of the longest tile."""
+    turned: bool
+    """Whether the second of two goes from its last turn to its first."""
+
+    def programs(self, num_key_tiles: int) -> int:
+        """Of one head."""
+        return sum(num_key_tiles - band * self.turns for band in range(self.number))
+
+
+MOST_BANDS = 4
+"""Whose sums of dq are added up in the end."""
+
+FEWEST_TILES_IN_BANDS = 8
+"""Of keys of a head: what a shorter one gains is less than sums of dk and dv cost."""
+
+
+def bands(problem: Problem) -> Bands | None:
+    """The bands of the backward pass; None if each tile of keys has one program.
+
+    Where all programs can start at once, the longest takes twice the mean time, and most of the GPU
+    idles in the end. So the turns of a tile are divided: into the shortest bands whose programs can
+    all start at once, too; or if these are longer than half of the longest tile's turns, in halves,
+    of which the second ones are turned: they start one after another as the short ones of the first
+    kind end, the longest first, and all end at about the same time. Bands need sums of dq and of dk
+    and dv, which are small here. Queries and keys are as many as each other, so that a tile's turns
+    begin at the diagonal.
+    """
+    if not problem.causal or not problem.mask.is_plain or problem.packed:
+        return None
+    heads, num_key_tiles, processors = backward_grid(problem)
+    return _bands(
+        heads,
+        num_key_tiles,
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        stored=block_d(problem),
+        processors=processors,
+    )
+
+
+def _bands(
+    heads: int, num_key_tiles: int, *, q_len: int, kv_len: int, stored: int, processors: int
+) -> Bands | None:
+    """As :func:`bands`, of a causal mask that hides nothing else."""
+    if stored > 128 or q_len != kv_len or num_key_tiles < FEWEST_TILES_IN_BANDS:
+        return None
+    if heads * num_key_tiles > processors:
+        return None
+    half = -(-num_key_tiles // 2)
+    for turns in range(-(-num_key_tiles // MOST_BANDS), half + 1):
+        found = Bands(turns, -(-num_key_tiles // turns), turned=False)
+        if heads * found.programs(num_key_tiles) <= processors:
+            return found
+    found = Bands(half, 2, turned=True)
+    # Of few turns, those of the last heads would start too late to end with the others.
+    many = heads * found.programs(num_key_tiles) > 1.25 * processors
+    return None if many and num_key_tiles < 12 else found
 
 
 def halves_apart(problem: Problem) -> bool:

@@ -47,8 +47,11 @@ def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
 
 ON_HOPPER_ONLY = FlashOptions(implementation="hopper")
 
-MASKS = [("causal", "none"), ("causal", "heads"), ("causal", "keys"), ("full", "none")]
-"""With all heads turned, or all in their first keys."""
+MASKS = [
+    *(("causal", turned) for turned in ("none", "heads", "keys", "bands", "halves")),
+    ("full", "none"),
+]
+"""With all heads turned, or all in their first keys, or with the turns of tiles divided."""
 
 
 def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> None:
@@ -62,6 +65,16 @@ def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> 
         tiles = -(-problem.kv_len // schedule.backward_rows(problem))
         return min(2, tiles) if turned == "keys" else 0
 
+    def bands(problem: Problem) -> schedule.Bands | None:
+        tiles = -(-problem.kv_len // schedule.backward_rows(problem))
+        if not problem.causal or problem.q_len != problem.kv_len or problem.head_dim > 128:
+            return None
+        if turned == "bands":
+            return schedule.Bands(2, -(-tiles // 2), turned=False)
+        half = -(-tiles // 2)
+        return schedule.Bands(half, 2, turned=True) if turned == "halves" and tiles > 1 else None
+
+    monkeypatch.setattr(schedule, "bands", bands)
     monkeypatch.setattr(schedule, "heads_turned", lambda problem: heads if is_turned else 0)
     monkeypatch.setattr(schedule, "keys_turned", keys)
     monkeypatch.setattr(schedule, "halves_apart", lambda problem: is_turned and apart(problem))
@@ -269,6 +282,27 @@ class TestOnHopper:
         if schedule.keys_turned(describe(q, q, q, causal=True)) == 0:
             pytest.skip("this GPU has other processors")
         self.check("few heads", torch.bfloat16, causal=True)
+
+    @pytest.mark.parametrize("turned", ["bands", "halves"])
+    @pytest.mark.parametrize("head_dim", [64, 96, 128])
+    def test_divided_turns(
+        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, turned: str
+    ) -> None:
+        """More programs than the GPU has processors, too: no order can block."""
+        turn(monkeypatch, turned)
+        self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
+
+    def test_turns_of_few_heads_are_divided(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for shape in ((1, 1, 1, 2048), (1, 2, 1, 2000), (2, 2, 2, 4096), (1, 12, 12, 1024)):
+            name = f"{shape}"
+            monkeypatch.setitem(SHAPES, name, (*shape, shape[-1], 128 if shape[0] == 2 else 64))
+            q, k = (
+                torch.empty(shape[0], n, shape[-1], SHAPES[name][-1], device="cuda").bfloat16()
+                for n in shape[1:3]
+            )
+            if schedule.bands(describe(q, k, k, causal=True)) is None:
+                pytest.skip("this GPU has other processors")
+            self.check(name, torch.bfloat16, causal=True)
 
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

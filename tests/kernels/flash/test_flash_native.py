@@ -102,6 +102,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "as a transformer stores them": {"transposed": True},
     "odd width": {"head_dim": 80, "q_len": 33, "kv_len": 33},
     "grouped": {"kv_heads": 2, "kv_len": 200},
+    "in bands": {"heads": 1, "kv_heads": 1, "q_len": 1030, "kv_len": 1030},
+    "in halves": {"heads": 6, "kv_heads": 3, "q_len": 1024, "kv_len": 1024, "head_dim": 16},
 }
 
 

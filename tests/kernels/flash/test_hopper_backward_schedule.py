@@ -98,6 +98,10 @@ class TestSchedule:
             # Turned in part.
             ((10, 10), True, None),
             ((12, 4), True, None),
+            # In bands, and in halves.
+            ((4, 4), True, None),
+            ((4, 2), True, None),
+            ((6, 6), True, None),
         ],
     )
     def test_workspace_is_as_predicted(
@@ -120,9 +124,8 @@ class TestSchedule:
             head_dim=96, causal=causal, window=window,
         )  # fmt: skip
         assert predicted < allocated < 1.001 * predicted
-        num_sums = 2 if schedule.keys_turned(problem) else 1
+        num_sums = {10: 2, 12: 2, 4: 3, 6: 2}.get(heads[0], 1)
         assert plan.workspace[2][0][0] == num_sums * 2 * heads[0]
-        assert num_sums == (2 if heads[0] in (10, 12) else 1)
 
     @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
     def test_parts_divide_the_group(self, tokens: int) -> None:
@@ -197,18 +200,88 @@ class TestSchedule:
             assert schedule.heads_turned(problem) == heads[0]
             assert turned == backward_order.keys_turned(heads[0], tokens, head_dim)
 
-    def test_a_window_that_hides_nothing_is_predicted_as_none(self) -> None:
-        """Four heads of 8,192 tokens are turned in part, and have two sums of dq."""
-        backend = FlashTriton(name="flash_triton")
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "bands"),
+        [
+            ((1, 1), 1024, 64, (2, 4, False)),
+            ((1, 1), 8192, 64, (21, 4, False)),  # 64 + 43 + 22 + 1 programs.
+            ((1, 1), 8321, 128, (22, 3, False)),  # 66 + 44 + 22: all processors.
+            ((1, 1), 16384, 64, (64, 2, True)),  # 124 turns, if all started at once.
+            ((1, 1), 16897, 64, None),  # 133 programs.
+            ((4, 1), 4096, 128, (16, 2, True)),
+            ((12, 12), 1024, 64, (4, 2, True)),
+            ((15, 15), 1024, 64, None),  # 180 programs of few turns, for 132 processors.
+            ((1, 1), 896, 64, None),
+            ((1, 1), 4096, 256, None),
+        ],
+    )
+    def test_turns_are_divided_where_all_programs_start_at_once(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, bands: object
+    ) -> None:
+        problem = self.problem(heads, tokens, head_dim=head_dim)
+        assert schedule.bands(problem) == bands
+        if bands is not None:
+            assert schedule.heads_turned(problem) == schedule.keys_turned(problem) == 0
+
+    @pytest.mark.parametrize(
+        ("heads", "tokens"), [((1, 1), 8192), ((1, 1), 16384), ((2, 1), 4000), ((4, 4), 8192)]
+    )
+    def test_all_bands_are_launched(self, heads: tuple[int, int], tokens: int) -> None:
+        pytest.importorskip("triton.experimental.gluon")
+        q, k = (torch.empty(1, n, tokens, 64, dtype=torch.bfloat16) for n in heads)
+        lse = torch.empty(1, heads[0], tokens)
+        problem = describe(q, k, k, causal=True)
+        plan = plans.plan_backward(
+            BackwardPass(
+                problem=problem, do=q, q=q, k=k, v=k, o=q, lse=lse, dlse=None, dq=q, dk=k, dv=k,
+                scale=1.0,
+            )
+        )  # fmt: skip
+        tiles = -(-tokens // 128)
+        bands = schedule.bands(problem)
+        programs = bands.programs(tiles) if bands else tiles
+        assert plan.main.grid == (heads[0] * programs, 1, 1)
+        turns = bands.turns if bands else schedule.keys_turned(problem)
+        assert turns > 0
+        assert plan.main.integers[10] == turns
+        names = [name for name in plan.finish_dq.kernel.arg_names if name.startswith("num_turned")]
+        assert names == ["num_turned"]
+        # Behind three strides, heads, three lengths and the plane.
+        assert plan.finish_dq.integers[8] == turns
+
+    def test_a_packed_batch_has_no_bands(self) -> None:
+        """Its sequences differ in length, and only the GPU knows how."""
+        problem = self.problem((1, 1), 4096, head_dim=64)
+        assert schedule.bands(problem) is not None
+        assert schedule.bands(replace(problem, packed=True)) is None
         given = AttentionProblem(
-            batch_size=1, num_heads=4, num_kv_heads=4, q_len=8192, kv_len=8192, head_dim=128,
+            batch_size=1, num_heads=1, num_kv_heads=1, q_len=4096, kv_len=4096, head_dim=64,
             causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
         )  # fmt: skip
-        wide, narrow = (
-            backend.backward_workspace(replace(given, window=window)) for window in (8192, 8191)
+        dense, packed = (
+            FlashTriton(name="flash_triton").backward_workspace(replace(given, packed=packed))
+            for packed in (False, True)
         )
-        assert wide == backend.backward_workspace(given)
-        assert wide - narrow == 4 * 8192 * 128 * 4
+        # Three more sums of dq, and those of dk and dv.
+        assert dense - packed == (3 + 2) * 4096 * 64 * 4
+
+    def test_a_window_that_hides_nothing_is_predicted_as_none(self) -> None:
+        backend = FlashTriton(name="flash_triton")
+        given = AttentionProblem(
+            batch_size=1, num_heads=1, num_kv_heads=1, q_len=4096, kv_len=4096, head_dim=128,
+            causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
+        )  # fmt: skip
+        wide, narrow = (replace(given, window=window) for window in (4096, 4095))
+        assert backend.backward_workspace(wide) == backend.backward_workspace(given)
+        assert backend.backward_workspace(narrow) < backend.backward_workspace(given) / 5
+
+    def test_turns_are_divided_from_the_diagonal_on_alone(self) -> None:
+        q, k = (torch.empty(1, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (4096, 4224))
+        assert schedule.bands(describe(q, q, q, causal=True)) is not None
+        assert schedule.bands(describe(q, k, k, causal=True)) is None
+        assert schedule.bands(describe(k, q, q, causal=True)) is None
+        assert schedule.bands(describe(q, q, q, causal=False)) is None
+        assert schedule.bands(describe(q, q, q, causal=True, window=4000)) is None
 
     def test_none_is_turned_in_part_where_sums_of_dq_are_large(self) -> None:
         q, k = (
@@ -231,7 +304,8 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("heads", "onto", "planned"),
         [((5, 5), False, ("keys", 5, 26)), ((5, 5), True, ("heads", 4, 5)),
-         ((16, 16), False, ("heads", 4, 4)), ((2, 2), False, ("none", 4, 0))],
+         ((16, 16), False, ("heads", 4, 4)), ((2, 2), False, ("halves", 2, 32)),
+         ((2, 2), True, ("none", 4, 0))],
     )  # fmt: skip
     def test_the_launch_says_so(
         self, heads: tuple[int, int], onto: bool, planned: tuple[str, int, int]

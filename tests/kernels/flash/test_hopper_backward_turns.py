@@ -16,7 +16,7 @@ from gluon_model import Place
 from gluon_numbers import backward_functions
 from torch import Tensor
 
-from kernels.flash.hopper.schedule import PROGRAM_ROWS, has_unmasked_turns
+from kernels.flash.hopper.schedule import PROGRAM_ROWS, Bands, has_unmasked_turns
 from kernels.problem import Mask
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -244,6 +244,97 @@ def test_notices_a_wrong_part(edit: tuple[str, str]) -> None:
         check_parts(9, 2, edit)
 
 
+def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:
+    """Four heads, two of which share a key head: which programs there are, and whom they wait for.
+
+    Args:
+        longest: length of a sequence, in rows.
+    """
+    kernel = backward_functions(edit)
+    edges = kernel.Edges(0, 0, 0)
+    constants = size, True, "plain"
+    heads, group = 4, 2
+    for length in range(1, longest + 1):
+        num_tiles = -(-length // size)
+        half = -(-num_tiles // 2)
+        kinds = [Bands(n, -(-num_tiles // n), turned=False) for n in range(1, num_tiles + 1)]
+        if num_tiles > 1:
+            kinds.append(Bands(half, 2, turned=True))
+        for bands in kinds:
+            seen, adders, sharers = defaultdict(list), defaultdict(list), defaultdict(list)
+            name = "halves" if bands.turned else "bands"
+            for program in range(heads * bands.programs(num_tiles)):
+                kernel.gl.program_id = lambda axis, program=program: program
+                head, tile, band, is_turned = kernel.place_in_bands(
+                    heads, bands.turns, num_tiles, name
+                )
+                assert is_turned == (bands.turned and band == 1)
+                every = kernel.turns_of_keys(tile, length, length, edges, 0, *constants)
+                num_bands = -(-(every.end - every.first) // bands.turns)
+                own = kernel.in_band(every, band, bands.turns, is_turned)
+                assert 0 < own.end - own.first <= bands.turns
+                assert own.first + own.num_masked <= own.unmasked_end == own.end
+                for step in range(own.first, own.end):
+                    turn = kernel.turn_of(step)
+                    before = kernel.programs_before(turn, own, *constants)
+                    adders[head, band, turn].append(before)
+                    queries = range(turn * size, turn * size + size)
+                    keys = range(tile * size, tile * size + size)
+                    pairs = [key <= query for query in queries for key in keys]
+                    is_masked = step < own.first + own.num_masked
+                    assert is_masked == (not all(pairs) or keys[-1] >= length)
+                    seen[head, tile].append(turn)
+                sharing = kernel.sharing_of(
+                    0, 0, num_tiles * size,
+                    SimpleNamespace(
+                        num_members=1, num_heads=heads, first_head=head, kv_head=head // group
+                    ),
+                    group, tile * size,
+                    SimpleNamespace(batch=0, key_line_start=0, kv_len=length),
+                    band, num_bands, 1, True,
+                )  # fmt: skip
+                sharers[head // group, tile].append((sharing.before, sharing.adds, sharing.ends))
+            assert seen.keys() == set(product(range(heads), range(num_tiles)))
+            for (_, tile), turns in seen.items():
+                assert sorted(turns) == list(range(tile, num_tiles))
+            for head, band, turn in product(range(heads), range(bands.number), range(num_tiles)):
+                orders = adders[head, band, turn]
+                assert orders == list(range(len(orders)))
+                first = bands.turns * band
+                is_read = band == 0 or kernel.is_reached_by_later(turn, length, length, first, size)
+                assert is_read == bool(orders)
+            for programs in sharers.values():
+                last = len(programs) - 1
+                assert programs == [(n, n < last, n == last) for n in range(last + 1)]
+
+
+def test_programs_of_bands_wait_for_those_that_start_before_them() -> None:
+    check_bands(15, 2)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("place -= num_tiles", "place -= num_key_tiles"),
+        ("num_tiles -= band_turns", "pass"),
+        ("key_tile = num_tiles - 1 - place", "key_tile = num_key_tiles - 1 - place"),
+        ("key_tile = gl.where(is_turned > 0, place, key_tile)", "pass"),
+        ("first = turns.first + band * band_turns", "first = turns.first"),
+        ("gl.minimum(first + band_turns, turns.end)", "turns.end"),
+        ("num_masked=gl.where(band > 0, 0, turns.num_masked)", "num_masked=turns.num_masked"),
+        ("first=gl.where(is_turned > 0, 1 - end, first)", "first=first"),
+        ("skipped=band * band_turns", "skipped=0"),
+        ("last -= turns.skipped", "pass"),
+        ("before += band * num_programs", "before += band"),
+        ("num_programs *= num_bands", "pass"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_a_wrong_band(edit: tuple[str, str]) -> None:
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        check_bands(15, 2, edit)
+
+
 def check_sharing(
     lengths: list[int] | None, num_members: int, edit: tuple[str, str] | None = None
 ) -> None:
@@ -278,7 +369,7 @@ def check_sharing(
                 first_head=first_head,
                 kv_head=first_head // group,
             ),
-            group, tile * size, seq, width,
+            group, tile * size, seq, 0, 1, width, False,
         )  # fmt: skip
         assert own.adds + own.ends == (tile * size < seq.kv_len)
         if own.adds or own.ends:

@@ -50,12 +50,13 @@ def test_compiles_without_serialised_matmuls(
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
     # Programs of more than one query tile do not fit beside 256 columns.
-    assert len(rows) == ((2 if head_dim > 128 else 4) if kernel == "forward" else 7)
+    forward, backward = (2, 7) if head_dim > 128 else (4, 9)
+    assert len(rows) == (forward if kernel == "forward" else backward)
     for row in rows:
         spilled = re.search(r"(\d+) bytes spill stores", row)
         assert spilled is not None
         # With turned heads what bounds the loops is spilled, and read between them.
-        is_turned = "turned" in row or "in part" in row
+        is_turned = "turned" in row or "in part" in row or "halves" in row
         assert int(spilled[1]) <= (max(spilled_bytes, 48) if is_turned else spilled_bytes), row
 
 

@@ -68,10 +68,10 @@ def test_second_sums_of_dq_are_added_where_there_are_any(
     results = []
     for planes in (sums, (sums[0] + sums[1].nan_to_num(0.0))[None]):
         dq = torch.zeros(1, heads, start + q_len, width)
-        finish_dq[-(-q_len // 128), (3 if packed else 1) * heads](
+        finish_dq[-(-q_len // 16), (3 if packed else 1) * heads](
             planes, dq, cu_seqlens_q, cu_seqlens_k, *dq.stride()[:3], heads, q_len, kv_len, padded,
             heads * padded, num_turned, 0, 0, 0, 0.5,
-            HEAD_DIM=width, BLOCK_D=width, BLOCK_Q=128, TURN=turn, PACKED=packed, CAUSAL=True,
+            HEAD_DIM=width, BLOCK_D=width, BLOCK_Q=16, TURN=turn, PACKED=packed, CAUSAL=True,
             MASK="plain", SUMS=len(planes),
         )  # fmt: skip
         results.append(dq)
@@ -80,3 +80,30 @@ def test_second_sums_of_dq_are_added_where_there_are_any(
     assert (results[0][0, :, start:].abs().sum(-1) > 0).sum() == heads * min(
         q_len, max(0, q_len - max(0, q_len - kv_len) // turn * turn)
     )
+
+
+@pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_sums_of_all_bands_are_added(turns: int) -> None:
+    """Each from its first turn on; before that it is no number."""
+    # Its constants come from a file of Gluon, which old versions of Triton lack.
+    from kernels.flash.hopper.rows import finish_dq
+
+    heads, length, padded, width = 2, 1000, 1024, 64
+    num_bands = -(-8 // turns)
+    torch.manual_seed(0)
+    sums = torch.randn(num_bands, heads, padded, width)
+    for band in range(num_bands):
+        sums[band, :, : band * turns * 128] = torch.nan
+    results = []
+    for planes in (sums, sums.nan_to_num(0.0).sum(0, keepdim=True)):
+        dq = torch.zeros(1, heads, length, width)
+        finish_dq[63, heads](
+            planes, dq, *[torch.zeros(2, dtype=torch.int32)] * 2, *dq.stride()[:3], heads, length,
+            length, padded, heads * padded, turns, 0, 0, 0, 0.5,
+            HEAD_DIM=width, BLOCK_D=width, BLOCK_Q=16, TURN=128, PACKED=False, CAUSAL=True,
+            MASK="plain", SUMS=len(planes),
+        )  # fmt: skip
+        results.append(dq)
+    torch.testing.assert_close(*results)
+    assert bool((results[0].abs().sum(-1) > 0).all())

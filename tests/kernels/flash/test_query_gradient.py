@@ -121,6 +121,15 @@ class TestMemory:
         assert memory.kept == 32 * 4096 * (128 * 4 + 8)
         assert memory.of_blocks == (8 * 4096 * 2 * 128 * 4,) * 4
 
+    def test_bands_have_sums_of_queries_and_of_keys(self) -> None:
+        """One head of 4,096 tokens has four; blocks that are added to it have none."""
+        backend = FlashTriton(name="flash_triton")
+        problem = replace(self.problem, num_heads=1, num_kv_heads=1)
+        memory = backend.query_gradient_memory(problem, blocks_of("striped", 3, 4096))
+        assert memory is not None
+        assert memory.kept == 4096 * (4 * 128 * 4 + 8)
+        assert memory.of_blocks == (4096 * 2 * 128 * 4, 0, 0, 0)
+
     def test_a_whole_group_needs_no_sums_of_keys(self) -> None:
         """Without a mask, 256 programs of key heads fill 132 processors to 97%."""
         backend = FlashTriton(name="flash_triton")
