@@ -399,3 +399,15 @@ def test_keys_that_are_handed_on_take_a_message_for_each_rank(h200: Any) -> None
     # Between two ranks the same bytes in one message; among eight, seven small ones.
     assert keys_ms("send_recv", 2) == pytest.approx(keys_ms("symmetric", 2), rel=0.25)
     assert keys_ms("send_recv", 8) > 1.5 * keys_ms("symmetric", 8)
+
+
+def test_steps_tell_how_long_16_bit_parameters_take_to_update(h200: Any) -> None:
+    """Neither as long as those in float32, nor half: profiled steps have none of them."""
+    frame = harness.load(ROOT / "results" / "h200", sweep="forecast_problems-two_gpus")
+    updates = frame[(frame["phase"] == "optimizer") & (frame["precision"] == "bf16_pure")]
+    found = extract.from_frame(frame, {})["optimizer"]
+    assert [item.ms for item in found] == pytest.approx(updates["device_ms"].tolist(), rel=1e-5)
+    low, full = (
+        h200.step(case("xl", name)).phases_ms["optimizer"] for name in ("bf16_pure", "bf16")
+    )
+    assert 0.6 < low / full < 0.72
