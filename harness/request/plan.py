@@ -15,10 +15,17 @@ from harness.run.rounds.options import RunOptions, most_seconds
 from harness.store.attempts import Records
 from harness.store.record import Record, is_final
 from harness.store.sweep_plan import SweepPlan
+from models.accounting import num_parameters
 
 # Rough rates for predicting the time left; progress rescales them by measured times.
 SETUP_S = 0.6
+MODEL_S, BILLION_PARAMETERS_S, RANKS_S = 1.2, 0.3, 1.2
+"""Besides, of a training step on GPUs: to build a model, for its size, and for ranks to meet. With
+the two below fitted to 385 steps on H100s and H200s, half of which take 0.6 to 1.2 times what is
+predicted, and nine of ten 0.3 to 2.2 times; all together 94 minutes, and predicted are 92."""
 COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
+COMPILED_LAYER_S, COMPILED_AGAIN_S = 1.3, 1.5
+"""Of a whole model on a GPU, for each layer; and each round, from the compiler's cache."""
 EFFICIENCY = 0.35
 CPU_FLOPS_PER_CORE = 40e9
 FALLBACK_GPU_FLOPS = 100e12
@@ -68,7 +75,7 @@ def _stands(case_id: str, records: Records, options: RunOptions) -> bool:
 def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> float:
     """Predict a case's time, roughly: from its FLOPs, the bytes it sends, and compilation.
 
-    Each of ``rounds`` sets up and warms up anew, and compiles nothing after the first.
+    Each of ``rounds`` sets up and warms up anew, and after the first compiles what no cache has.
     """
     work = case.task.work(case)
     flops = work["step"].flops if "step" in work else sum(item.flops for item in work.values())
@@ -87,6 +94,14 @@ def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> flo
     warmup = getattr(case.task, "warmup_steps", 0)
     num_passes = case.task.num_passes() + (rounds - 1) * warmup
     seconds = rounds * SETUP_S + num_passes * seconds_per_pass
+    if case.device == "cuda" and case.model is not None and "compile" in case.task.uses:
+        parameters = num_parameters(case.model, case.attention_variant)
+        seconds += rounds * (MODEL_S + parameters / 1e9 * BILLION_PARAMETERS_S)
+        seconds += rounds * RANKS_S if case.world_size > 1 else 0.0
+        if case.compile is not None and case.compile.scope == "model":
+            seconds += COMPILED_LAYER_S * case.model.num_layers
+        if case.compiles:
+            seconds += (rounds - 1) * COMPILED_AGAIN_S
     if case.attention.compiles or case.task.compiles(case):
         seconds += COMPILE_S[case.device]
     return seconds

@@ -24,6 +24,7 @@ import harness.store.atomic
 import harness.store.rounds
 from harness.request import session
 from harness.request.compose import compose_request
+from harness.request.grid import expand
 from harness.request.plan import SETUP_S, plan_cases, predicted_seconds
 from harness.run.rounds.options import RunOptions
 from harness.run.run_folder import RunFolder, TaskState
@@ -390,6 +391,24 @@ def test_each_round_is_announced_and_predicted() -> None:
     assert split - once > 8 * SETUP_S
     per_pass = (once - SETUP_S) / case.task.num_passes()
     assert split - once == pytest.approx(8 * (SETUP_S + 2 * per_pass))
+
+
+def test_models_ranks_and_compilers_take_time_to_begin() -> None:
+    """On GPUs, where they take longer than short steps themselves."""
+
+    def seconds(model: str, *, rounds: int = 3, **axes: Any) -> float:
+        short = {"task": "train_step", "attention": "sdpa", "seq_len": 128, "batch_size": 1}
+        (case,) = expand([{**short, "model": model, **axes}], {}, "cuda").values()
+        return predicted_seconds(case, "NVIDIA H200", rounds=rounds)
+
+    small, large = seconds("small"), seconds("2.7B")
+    assert large > small + 3 * 0.3 * 3
+    ranks = {"parallel": "ddp_torch", "parallel.dp": 2}
+    assert seconds("small", **ranks) > small + 3
+    whole, blocks = (seconds("2.7B", compile=scope) for scope in ("model", "block"))
+    assert whole > blocks + 32 > large + 32
+    again = seconds("2.7B", compile="model", rounds=4) - whole
+    assert again > seconds("2.7B", rounds=4) - large + 1
 
 
 def test_the_command_goes_on_where_it_was_stopped(tmp_path: Path, command: Command) -> None:
