@@ -71,7 +71,8 @@ def _git(*arguments: str) -> bytes | None:
         return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments],
+            # Without locks: a process that is killed would leave the index locked.
+            ["git", "--no-optional-locks", "-C", str(ROOT), *arguments],
             capture_output=True,
             timeout=_TIMEOUT_S,
             check=True,
