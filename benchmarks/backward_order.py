@@ -15,8 +15,8 @@ the last program over that of evenly divided work,
                  among programs, with sums of their own (schedule.bands)
 
 so that in the second order a GPU empties on short programs, and in the third one, besides, fewer
-programs wait for each other. The last one leaves no GPU idle. docs/kernels.md holds them against
-what was measured.
+programs wait for each other. The last one leaves less of a GPU idle. docs/kernels.md holds them
+against what was measured.
 """
 
 from __future__ import annotations

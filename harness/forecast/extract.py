@@ -140,8 +140,9 @@ def _update(row: dict[str, Any], source: int) -> Found:
     """
     case = Case.from_dict(row["case"])
     low = case.precision.parameters.endswith("16") and not case.precision.grad_scaler
-    captured = bool(getattr(case.task, "cuda_graph", False))
-    if not low or captured or case.world_size > 1 or pd.isna(row.get("device_ms")):
+    # Gradients are clipped in the same phase.
+    other = any(bool(getattr(case.task, name, None)) for name in ("cuda_graph", "clip_grad_norm"))
+    if not low or other or case.world_size > 1 or pd.isna(row.get("device_ms")):
         return
     update = optimizer(sizes_of(case), 2, 1.0, scaled=False)
     yield from _observed(update.law, row["device_ms"], source, update.shape)

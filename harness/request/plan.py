@@ -20,12 +20,13 @@ from models.accounting import num_parameters
 # Rough rates for predicting the time left; progress rescales them by measured times.
 SETUP_S = 0.6
 MODEL_S, BILLION_PARAMETERS_S, RANKS_S = 1.2, 0.3, 1.2
-"""Besides, of a training step on GPUs: to build a model, for its size, and for ranks to meet. With
-the two below fitted to 385 steps on H100s and H200s, half of which take 0.6 to 1.2 times what is
-predicted, and nine of ten 0.3 to 2.2 times; all together 94 minutes, and predicted are 92."""
+"""What a training step on GPUs takes besides: to build a model, by its size, and for ranks to meet.
+With the two for compilers below they are fitted to 385 steps on H100s and H200s, half of which take
+0.6 to 1.2 times what is predicted, and nine of ten 0.3 to 2.2 times (benchmarks.bench_plan). The
+compilation of Triton's kernels, tens of seconds where no cache has them, is left out."""
 COMPILE_S = {"cpu": 12.0, "cuda": 8.0}
 COMPILED_LAYER_S, COMPILED_AGAIN_S = 1.3, 1.5
-"""Of a whole model on a GPU, for each layer; and each round, from the compiler's cache."""
+"""For each layer of a model that is compiled as a whole; and each round, from the cache."""
 EFFICIENCY = 0.35
 CPU_FLOPS_PER_CORE = 40e9
 FALLBACK_GPU_FLOPS = 100e12
@@ -73,7 +74,7 @@ def _stands(case_id: str, records: Records, options: RunOptions) -> bool:
 
 
 def predicted_seconds(case: Case, device_name: str = "", rounds: int = 1) -> float:
-    """Predict a case's time, roughly: from its FLOPs, the bytes it sends, and compilation.
+    """Predict a case's time, roughly: FLOPs, bytes it sends, models to build, and compilation.
 
     Each of ``rounds`` sets up and warms up anew, and after the first compiles what no cache has.
     """

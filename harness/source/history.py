@@ -36,7 +36,10 @@ def differing_since(revision: str, files: Iterable[str]) -> set[str] | None:
 
 @cache
 def _changed(commit: str) -> frozenset[str] | None:
-    listed = _git("diff", "--name-only", "--no-renames", "-z", commit, "--")
+    # Else it writes the index, and a process that is killed meanwhile leaves that locked. Files
+    # whose times alone have changed are listed as well.
+    as_it_is = ("-c", "diff.autoRefreshIndex=false")
+    listed = _git(*as_it_is, "diff", "--name-only", "--no-renames", "-z", commit, "--")
     return None if listed is None else frozenset(listed.decode().split("\0"))
 
 
@@ -71,8 +74,7 @@ def _git(*arguments: str) -> bytes | None:
         return None
     try:
         done = subprocess.run(
-            # Without locks: a process that is killed would leave the index locked.
-            ["git", "--no-optional-locks", "-C", str(ROOT), *arguments],
+            ["git", "-C", str(ROOT), *arguments],
             capture_output=True,
             timeout=_TIMEOUT_S,
             check=True,

@@ -680,7 +680,7 @@ def flash_backward(
     """dK and dV of one tile of keys of one key head, and what these keys add to dQ.
 
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
-    is not all of them, ``SHARED``, the programs of a group add up dK and dV in their order
+    is not all of them, or the turns of a tile are divided, ``SHARED``, programs add up dK and dV
     (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
     all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``:
     "heads", the last ``num_turned`` are (schedule.heads_turned), "keys", all are in their first

@@ -1,6 +1,6 @@
 """dK and dV of a tile of keys whose query heads, or whose queries, several programs share.
 
-Each program adds what its own query heads give, one after another, in the order of their heads, to
+One after another, band by band and in each by query heads, the programs add what they have to
 float32 sums in memory; the last one adds what it has itself and writes the result. Where heads take
 turns (schedule.heads_at_once) the programs of a group start one after another, and L2 still holds
 the sums; of longer sequences they go to memory and back, beside programs that take much longer.

@@ -162,7 +162,7 @@ def backward_steps(
 ) -> list[Step]:
     """The launches of a pass, the last of which makes dq of its sums."""
     statistics, counts, dq_sums, *of_keys = workspace
-    # Where no programs share a group, nobody reads or writes these.
+    # Where no programs share a tile of keys, nobody reads or writes these.
     key_counts, key_sums = of_keys or (counts, dq_sums)
     cu_q, cu_k = _cu_seqlens(call.packing, call.q)
     dlse = call.lse if call.dlse is None else aligned(call.dlse)

@@ -308,8 +308,12 @@ def _bytes_of_further_sums(
     head_dim: int,
     packed: bool,
 ) -> tuple[int, int]:
-    """Of dq, under a causal mask, where heads are turned in part or tiles have several bands; and
-    of dk and dv, where these bands alone need them. On a GPU of PROCESSORS."""
+    """Bytes under a causal mask, on a GPU of PROCESSORS, of the sums that one program a tile lacks.
+
+    Returns:
+        Those of dq, where heads are turned in part or tiles have bands; and those of dk and dv,
+        where bands alone need them.
+    """
     stored = columns(head_dim).stored
     key_tiles = -(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS))
     group_size = num_heads // num_kv_heads
@@ -489,15 +493,16 @@ class Bands(NamedTuple):
     """Whether the second of two goes from its last turn to its first."""
 
     def programs(self, num_key_tiles: int) -> int:
-        """Of one head."""
+        """The number of programs of one head."""
         return sum(num_key_tiles - band * self.turns for band in range(self.number))
 
 
 MOST_BANDS = 4
-"""Whose sums of dq are added up in the end."""
+"""As many sums of dq are added up in the end, and no more."""
 
 FEWEST_TILES_IN_BANDS = 8
-"""Of keys of a head: what a shorter one gains is less than sums of dk and dv cost."""
+"""A head with fewer tiles of keys has no bands. A guess: none with fewer was measured. One of eight
+takes 0.77 to 0.79 of the time (docs/kernels.md); the simulation finds 0.75 for six and seven."""
 
 
 def bands(problem: Problem) -> Bands | None:
@@ -538,7 +543,9 @@ def _bands(
         if heads * found.programs(num_key_tiles) <= processors:
             return found
     found = Bands(half, 2, turned=True)
-    # Of few turns, those of the last heads would start too late to end with the others.
+    # Of few turns, those of the last heads start too late to end with the others. Both numbers are
+    # guesses: 14 heads of 9 tiles would take 0.88 of the time by the simulation, and no such was
+    # measured.
     many = heads * found.programs(num_key_tiles) > 1.25 * processors
     return None if many and num_key_tiles < 12 else found
 

@@ -15,6 +15,7 @@ import torch
 from harness.bench import environment as module
 from harness.bench.environment import environment, library_versions, revision, variables
 from harness.bench.host_load import LoadWatch
+from harness.source import history
 
 CPU = torch.device("cpu")
 
@@ -90,6 +91,8 @@ def test_the_index_is_neither_locked_nor_written(
     assert not found.endswith("+"), "only its time has changed"
     (repository / ".git" / "index.lock").unlink()
     assert revision()["git_revision"] == found
+    monkeypatch.setattr(history, "ROOT", repository)
+    assert history.differing_since(found, ["a.py"]) == set()
     assert (repository / ".git" / "index").read_bytes() == before
 
 

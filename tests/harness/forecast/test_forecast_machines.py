@@ -411,3 +411,29 @@ def test_steps_tell_how_long_16_bit_parameters_take_to_update(h200: Any) -> None
         h200.step(case("xl", name)).phases_ms["optimizer"] for name in ("bf16_pure", "bf16")
     )
     assert 0.6 < low / full < 0.72
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"task": {**PLAIN["task"], "cuda_graph": True}},
+        {"task": {**PLAIN["task"], "clip_grad_norm": 1.0}},
+        {"parallel": {"name": "ddp_flat", "dp": 2}},
+        {"precision": "bf16"},
+        {"device_ms": math.nan},
+        {},
+    ],
+    ids=lambda changes: next(iter(changes), "told"),
+)
+def test_an_optimizer_with_something_else_tells_nothing(changes: dict[str, Any]) -> None:
+    other = dict(changes)
+    row = {"device_ms": other.pop("device_ms", 5.0)}
+    one = case(precision=other.pop("precision", "bf16_pure"), **other)
+    frame = pd.DataFrame(
+        [
+            {"case_id": one.id, "case": one.to_dict(), "task": "train_step", "phase": "optimizer",
+             "status": "ok", "median_ms": 6.0, **row}
+        ]
+    )  # fmt: skip
+    found = extract.from_frame(frame, {}).get("optimizer", [])
+    assert [item.ms for item in found] == ([] if changes else [5.0])

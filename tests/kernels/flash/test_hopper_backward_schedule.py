@@ -244,10 +244,11 @@ class TestSchedule:
         turns = bands.turns if bands else schedule.keys_turned(problem)
         assert turns > 0
         assert plan.main.integers[10] == turns
-        names = [name for name in plan.finish_dq.kernel.arg_names if name.startswith("num_turned")]
-        assert names == ["num_turned"]
-        # Behind three strides, heads, three lengths and the plane.
-        assert plan.finish_dq.integers[8] == turns
+        names = plan.finish_dq.kernel.arg_names
+        integers = names[names.index("stride_qb") : names.index("scale")]
+        assert dict(zip(integers, plan.finish_dq.integers, strict=True))["num_turned"] == turns
+        rows = plan.finish_dq.constants["BLOCK_Q"]
+        assert plan.finish_dq.grid == (-(-tokens // rows), heads[0], 1)
 
     def test_a_packed_batch_has_no_bands(self) -> None:
         """Its sequences differ in length, and only the GPU knows how."""

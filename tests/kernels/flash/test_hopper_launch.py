@@ -52,6 +52,8 @@ def test_compiles_without_serialised_matmuls(
     # Programs of more than one query tile do not fit beside 256 columns.
     forward, backward = (2, 7) if head_dim > 128 else (4, 9)
     assert len(rows) == (forward if kernel == "forward" else backward)
+    finishing = [line for line in run.stdout.splitlines() if line.startswith("finish_dq")]
+    assert len(finishing) == (0 if kernel == "forward" else 2 if head_dim > 128 else 3)
     for row in rows:
         spilled = re.search(r"(\d+) bytes spill stores", row)
         assert spilled is not None
