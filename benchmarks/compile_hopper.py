@@ -307,7 +307,7 @@ def main() -> int:
                 )
     if "backward" in kernels and variants_of is plain_variants:
         for head_dim in head_dims:
-            # Of bands there is one each, and there are none above 128 columns.
+            # Each band has a sum, and above 128 columns there are no bands.
             most = hopper_schedule.MOST_BANDS if head_dim <= 128 else 2
             for sums in sorted({1, 2, most}):
                 spills = spills_in(assembler_report(compile_finish(head_dim, sums).asm["ptx"]))
