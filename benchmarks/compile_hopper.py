@@ -69,7 +69,7 @@ class Variant:
     unmasked: bool = True
     """Whether the backward kernel has a loop without a mask."""
     turned: str = "none"
-    """As ``TURNED`` of the backward kernel."""
+    """As ``ORDER`` of the backward kernel."""
     apart: bool = False
     """Whether the backward kernel adds halves of a turn apart, of 128 columns."""
     onto: bool = False
@@ -102,7 +102,7 @@ def compile_variant(variant: Variant) -> Any:
         "APART": variant.apart and columns.stored == 128,
         "ROLLED": columns.main == 128 and variant.is_rolled,
         "UNMASKED": variant.unmasked,
-        "TURNED": variant.turned,
+        "ORDER": variant.turned,
         "SHARED": variant.shared,
         "ONTO": variant.onto,
         "CAUSAL": variant.causal,

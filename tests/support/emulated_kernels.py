@@ -203,13 +203,13 @@ def backward(x: Values) -> None:
     batch, heads, rows, head_dim = q.shape
     lines, padded = x["num_lines"], x["padded_len"]
     query, key = (torch.arange(n) // 128 for n in (rows, k.shape[2]))
-    in_bands = x["TURNED"] in ("bands", "halves")
+    in_bands = x["ORDER"] in ("bands", "halves")
     # Of each pair of a query and a key, to which sum of dq it adds.
     sum_of = torch.zeros(rows, len(key), dtype=torch.int64)
-    if x["TURNED"] == "keys":
-        sum_of += key >= x["num_turned"]
+    if x["ORDER"] == "keys":
+        sum_of += key >= x["order_count"]
     elif in_bands:
-        sum_of = ((query[:, None] - key) // x["num_turned"]).clamp_min(0)
+        sum_of = ((query[:, None] - key) // x["order_count"]).clamp_min(0)
     num_sums = int(sum_of.max()) + 1
     counts = contiguous(x["counts"], torch.int32, num_sums * lines, padded // 64)
     assert not counts.any(), "counts begin at zero"
@@ -251,7 +251,7 @@ def finish_dq(x: Values) -> None:
     last_key = torch.arange(rows) // 128 * 128 + 127 + x["kv_len"] - rows
     dq = torch.where((last_key >= 0)[:, None], first[:, :rows, :width], 0.0)
     for place, sums in enumerate(further, 1):
-        reached = last_key >= place * x["num_turned"] * 128
+        reached = last_key >= place * x["turns_apart"] * 128
         dq = dq + torch.where(reached[:, None], sums[:, :rows, :width], 0.0)
     dq = dq * x["scale"]
     shape = (x["BATCH"], x["num_heads"], rows, width)

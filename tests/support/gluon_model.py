@@ -349,7 +349,8 @@ def tile_names() -> dict[str, Any]:
     from kernels.flash.hopper import tiles
 
     registers = ("CONSUMER_REGISTERS", "CONSUMER_REGISTERS_OF_THREE")
-    numbers = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "LN_2", "LOG2_E", *registers)
+    numbers = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "LN_2", "LOG2_E", "MINUS_INFINITY", "ZERO")
+    numbers += registers
     names = {name: getattr(tiles, name).value for name in numbers}
     structures = ("Sequence", "Rows", "Edges", "KeyTiles")
     return names | {name: getattr(tiles, name) for name in structures}

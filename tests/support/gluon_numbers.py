@@ -13,11 +13,13 @@ import torch
 from gluon_model import ANYTHING, Place, load, tile_names
 from torch import Tensor
 
+HEXADECIMAL = {"0f00000000": 0.0, "0fFF800000": -torch.inf}
+
 
 class Language:
     """``gl`` for integers and float64."""
 
-    int32 = torch.int32
+    int32, float32 = torch.int32, torch.float32
     exp2, log2 = torch.exp2, torch.log2
     abs = staticmethod(abs)
     SliceLayout = ANYTHING
@@ -50,6 +52,23 @@ class Language:
     def convert_layout(self, x: Tensor, _: Any) -> Tensor:
         return x
 
+    def inline_asm_elementwise(self, asm: str, _: str, args: list[Tensor], **__: Any) -> Tensor:
+        """Comparisons of integers, and one choice between a constant and a number."""
+        hidden = torch.zeros(1, dtype=torch.bool)
+        for statement in asm.strip("{}").split(";"):
+            name, *words = statement.replace(",", " ").split() or [".reg"]
+            values = [args[int(word[1:]) - 1] for word in words if word[0] == "$" and word != "$0"]
+            if name.startswith("setp."):
+                compare = getattr(torch, name.split(".")[1])
+                before = hidden if ".or." in name else torch.zeros(1, dtype=torch.bool)
+                hidden = compare(values[0], values[1]) | before
+            elif name == "selp.f32":
+                assert [words[0], *words[2:]] == ["$0", "$1", "p"]
+                return torch.where(hidden, HEXADECIMAL[words[1]], args[0])
+            else:
+                assert name == ".reg", f"no such instruction here: {name}"
+        raise AssertionError("nothing is chosen")
+
 
 def _of(of_tensors: Any, of_integers: Any, a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
@@ -58,11 +77,11 @@ def _of(of_tensors: Any, of_integers: Any, a: Any, b: Any) -> Any:
 
 
 def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
-    """The functions of the kernel: ``key_tiles``, ``visible_keys``, ``capped``,
+    """The functions of the kernel: ``key_tiles``, ``key_bounds``, ``hide``, ``capped``,
     ``raise_reference``, ``softmax_step``, ``place_in_order``.
 
     Args:
-        edit: a line of the first two's source, and what to put in its place.
+        edit: a line of the first three's source, and what to put in its place.
     """
     # Triton exists for Linux alone, and who imports this file may have to skip.
     from kernels.flash.hopper import forward, tiles
@@ -73,7 +92,7 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
         "row_sums_by_thread": lambda x: x.sum(1, keepdim=True),
         **tile_names(),
     }
-    load(names, tiles, ("offsets", "key_tiles", "visible_keys"), edit)
+    load(names, tiles, ("offsets", "key_tiles", "key_bounds", "hide"), edit)
     # PyTorch's tensors have no layout to ask for.
     functions = ("raise_reference", "softmax_step", "place_in_order", "capped")
     load(names, forward, functions, (".type.layout", ""))
@@ -95,7 +114,7 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     names: dict[str, Any] = {"gl": Language(), "Turns": backward_order.Turns, **tile_names()}
     names["tl"] = names["gl"]
     names["Sharing"] = backward_sharing.Sharing
-    load(names, tiles, ("offsets", "capped", "sequence"), edit)
+    load(names, tiles, ("offsets", "capped", "sequence", "hide"), edit)
     load(names, rows, ("is_reached", "is_reached_by_later"), edit)
     order = ("place_in_order", "lines_before", "turns_of_keys", "turn_of", "programs_before")
     load(names, backward_order, (*order, "place_in_bands", "in_band"), edit)

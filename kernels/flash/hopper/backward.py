@@ -500,7 +500,7 @@ def accumulate(
     APART: gl.constexpr,
     ROLLED: gl.constexpr,
     UNMASKED: gl.constexpr,
-    TURNED: gl.constexpr,
+    ORDER: gl.constexpr,
     SHARED: gl.constexpr,
     ONTO: gl.constexpr,
 ):
@@ -514,9 +514,9 @@ def accumulate(
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
-    IN_BANDS: gl.constexpr = TURNED == "bands" or TURNED == "halves"
-    TURNED_LAST: gl.constexpr = TURNED == "heads" or TURNED == "keys"
-    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or TURNED_LAST)
+    IN_BANDS: gl.constexpr = ORDER == "bands" or ORDER == "halves"
+    MASKED_LAST: gl.constexpr = ORDER == "heads" or ORDER == "keys"
+    AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or MASKED_LAST)
     k = shared.k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     v = shared.v_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
     views = Views(
@@ -623,7 +623,7 @@ def accumulate(
         mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
 
-@gluon.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["order_count", "window", "prefix_len", "shift"])
 def flash_backward(
     q_desc,
     do_desc,
@@ -648,7 +648,7 @@ def flash_backward(
     group_size,
     num_members,
     heads_at_once,
-    num_turned,
+    order_count,
     q_len,
     kv_len,
     num_lines,
@@ -664,7 +664,7 @@ def flash_backward(
     APART: gl.constexpr,
     ROLLED: gl.constexpr,
     UNMASKED: gl.constexpr,
-    TURNED: gl.constexpr,
+    ORDER: gl.constexpr,
     SHARED: gl.constexpr,
     ONTO: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -682,17 +682,22 @@ def flash_backward(
     It takes ``num_members`` of the ``group_size`` query heads that share the key head; where that
     is not all of them, or the turns of a tile are divided, ``SHARED``, programs add up dK and dV
     (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
-    all turns of a short window need one (schedule.has_unmasked_turns). ``TURNED``:
-    "heads", the last ``num_turned`` are (schedule.heads_turned), "keys", all are in their first
-    ``num_turned`` tiles of keys (schedule.keys_turned), or "none"; or the turns of each tile are
-    divided into "bands" of ``num_turned`` (schedule.bands), or into two, "halves", of which the
-    second is turned. ``APART``:
-    schedule.halves_apart. ``ROLLED``: schedule.halves_rolled.
+    all turns of a short window need one (schedule.has_unmasked_turns). ``APART``:
+    schedule.halves_apart. ``ROLLED``: schedule.halves_rolled. ``ORDER`` says how programs go
+    through their turns, and ``order_count`` how many of what it concerns:
+
+    - "none": from the first to the last.
+    - "heads": of the last ``order_count`` heads from the last to the first (schedule.heads_turned).
+    - "keys": of the first ``order_count`` tiles of all heads (schedule.keys_turned).
+    - "bands": a tile's turns are divided among programs, ``order_count`` each (schedule.bands).
+    - "halves": likewise in two, and the second goes from its last to its first.
+
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`, or where ``ONTO`` such sums of other keys, which it adds to; counts is
-    [num_lines, padded_len / 64] int32, zero at the start. Where ``TURNED`` is "keys", there are
+    [num_lines, padded_len / 64] int32, zero at the start. Where ``ORDER`` is "keys", there are
     twice as many lines of both: first those of keys that are turned, then those of the others. Each
-    band has lines of its own; of a tile's bands dK and dV are ``SHARED``.
+    band has lines of its own. ``heads_at_once``: schedule.heads_at_once, and of divided turns, or
+    "keys", all heads.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -735,15 +740,15 @@ def flash_backward(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
-    IN_BANDS: gl.constexpr = TURNED == "bands" or TURNED == "halves"
+    IN_BANDS: gl.constexpr = ORDER == "bands" or ORDER == "halves"
     band = 0
     num_bands = 1
     if IN_BANDS:
         line, key_tile, band, is_turned = place_in_bands(
-            heads_at_once, num_turned, num_key_tiles, TURNED
+            heads_at_once, order_count, num_key_tiles, ORDER
         )
     else:
-        line, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
+        line, key_tile, is_turned = place_in_order(heads_at_once, order_count, num_key_tiles, ORDER)
     programs_of_sequence = num_heads // num_members
     first_head = line % programs_of_sequence * num_members
     heads = Heads(
@@ -753,7 +758,7 @@ def flash_backward(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
-        lines_before=band * num_lines if IN_BANDS else lines_before(is_turned, num_lines, TURNED),
+        lines_before=band * num_lines if IN_BANDS else lines_before(is_turned, num_lines, ORDER),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
@@ -768,8 +773,8 @@ def flash_backward(
         MASK,
     )
     if IN_BANDS:
-        num_bands = gl.cdiv(turns.end - turns.first, num_turned)
-        turns = in_band(turns, band, num_turned, is_turned)
+        num_bands = gl.cdiv(turns.end - turns.first, order_count)
+        turns = in_band(turns, band, order_count, is_turned)
     sharing = 0
     if SHARED:
         sharing = sharing_of(
@@ -819,7 +824,7 @@ def flash_backward(
                     APART,
                     ROLLED,
                     UNMASKED,
-                    TURNED,
+                    ORDER,
                     SHARED,
                     ONTO,
                 ),
@@ -849,7 +854,7 @@ def flash_backward(
                     APART,
                     ROLLED,
                     UNMASKED,
-                    TURNED,
+                    ORDER,
                     SHARED,
                     ONTO,
                 ),

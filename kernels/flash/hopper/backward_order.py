@@ -41,7 +41,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from kernels.flash.hopper.tiles import LOG2_E, ROWS, capped, columns, offsets
+from kernels.flash.hopper.tiles import LOG2_E, ROWS, ZERO, capped, columns, hide, offsets
 
 
 class Inputs(NamedTuple):
@@ -114,12 +114,12 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexpr):
+def place_in_order(heads_at_once, num_turned, num_key_tiles, ORDER: gl.constexpr):
     """The head and the key tile of this program, and whether it is turned.
 
     Programs start in order, and of one head the last keys have to be added to dQ first. So many
     heads take turns, which leaves the long programs of all of them, not of one head alone, for the
-    end; and where all programs are as long, they meet at a turn's dQ later. Where ``TURNED`` is
+    end; and where all programs are as long, they meet at a turn's dQ later. Where ``ORDER`` is
     "heads", the last ``num_turned`` heads, one of these groups or more, go by the first keys first;
     where it is "keys", all heads do in their first ``num_turned`` tiles of keys, after the others.
     """
@@ -130,10 +130,10 @@ def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexp
     index -= first_head * num_key_tiles
     key_tile = num_key_tiles - 1 - index // width
     is_turned = 0
-    if TURNED == "heads":
+    if ORDER == "heads":
         is_turned = gl.where(first_head >= num_heads - num_turned, 1, 0)
         key_tile = gl.where(is_turned > 0, index // width, key_tile)
-    if TURNED == "keys":
+    if ORDER == "keys":
         turned_tile = index // width - (num_key_tiles - num_turned)
         is_turned = gl.where(turned_tile >= 0, 1, 0)
         key_tile = gl.where(is_turned > 0, turned_tile, key_tile)
@@ -141,7 +141,7 @@ def place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED: gl.constexp
 
 
 @gluon.jit
-def place_in_bands(num_heads, band_turns, num_key_tiles, TURNED: gl.constexpr):
+def place_in_bands(num_heads, band_turns, num_key_tiles, ORDER: gl.constexpr):
     """The head, the key tile and the band of this program, and whether it is turned.
 
     A band that begins so many turns behind a tile's first one has so many tiles less, the last
@@ -157,7 +157,7 @@ def place_in_bands(num_heads, band_turns, num_key_tiles, TURNED: gl.constexpr):
         band += 1
     key_tile = num_tiles - 1 - place
     is_turned = 0
-    if TURNED == "halves":
+    if ORDER == "halves":
         is_turned = band
         key_tile = gl.where(is_turned > 0, place, key_tile)
     return gl.program_id(0) % num_heads, key_tile, band, is_turned
@@ -189,10 +189,10 @@ def in_band(turns, band, band_turns, is_turned):
 
 
 @gluon.jit
-def lines_before(is_turned, num_lines, TURNED: gl.constexpr):
+def lines_before(is_turned, num_lines, ORDER: gl.constexpr):
     """Of :class:`Heads`: where heads are turned in part, their last keys have the second sums."""
     lines = 0
-    if TURNED == "keys":
+    if ORDER == "keys":
         lines = gl.where(is_turned > 0, 0, num_lines)
     return lines
 
@@ -462,10 +462,8 @@ def probabilities(
             if MASK == "prefix":
                 own = gl.maximum(own, turns.prefix_len - 1)
             last = gl.minimum(own, last)
-        seen = key[:, None] <= last[None, :]
-        if MASK == "window":
-            seen = seen & (key[:, None] >= (query + turns.start)[None, :])
-        p = gl.where(seen, p, 0.0)
+        first = query + turns.start
+        p = hide(p, key[:, None], first[None, :], last[None, :], MASK, ZERO)
     return p
 
 

@@ -411,7 +411,7 @@ def accumulate(
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    TURNED: gl.constexpr,
+    ORDER: gl.constexpr,
     SHARED: gl.constexpr,
     ONTO: gl.constexpr,
 ):
@@ -436,7 +436,7 @@ def accumulate(
         mbarrier.wait(shared.kv_ready, 0)
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
-    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or TURNED != "none")
+    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or ORDER != "none")
     progress = Progress(dk, dv, 0, 0, 0)
     dq_ptr = dq_sums
     before = 0
@@ -504,7 +504,7 @@ def accumulate(
         mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
 
-@gluon.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["order_count", "window", "prefix_len", "shift"])
 def flash_backward_wide(
     q_desc,
     do_desc,
@@ -529,7 +529,7 @@ def flash_backward_wide(
     group_size,
     num_members,
     heads_at_once,
-    num_turned,
+    order_count,
     q_len,
     kv_len,
     num_lines,
@@ -548,7 +548,7 @@ def flash_backward_wide(
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    TURNED: gl.constexpr,
+    ORDER: gl.constexpr,
     SHARED: gl.constexpr,
     ONTO: gl.constexpr,
     PACKED: gl.constexpr,
@@ -599,7 +599,7 @@ def flash_backward_wide(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     num_key_tiles = gl.cdiv(kv_len, ROWS)
-    line, key_tile, is_turned = place_in_order(heads_at_once, num_turned, num_key_tiles, TURNED)
+    line, key_tile, is_turned = place_in_order(heads_at_once, order_count, num_key_tiles, ORDER)
     programs_of_sequence = num_heads // num_members
     first_head = line % programs_of_sequence * num_members
     heads = Heads(
@@ -609,7 +609,7 @@ def flash_backward_wide(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
-        lines_before=lines_before(is_turned, num_lines, TURNED),
+        lines_before=lines_before(is_turned, num_lines, ORDER),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
@@ -659,7 +659,7 @@ def flash_backward_wide(
                     CAUSAL,
                     MASK,
                     SOFTCAP,
-                    TURNED,
+                    ORDER,
                     SHARED,
                     ONTO,
                 ),
@@ -686,7 +686,7 @@ def flash_backward_wide(
                     CAUSAL,
                     MASK,
                     SOFTCAP,
-                    TURNED,
+                    ORDER,
                     SHARED,
                     ONTO,
                 ),

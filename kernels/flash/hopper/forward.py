@@ -53,15 +53,17 @@ from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
     LN_2,
+    MINUS_INFINITY,
     ROWS,
     Edges,
     Rows,
     capped,
     columns,
+    hide,
+    key_bounds,
     key_tiles,
     sequence,
     store_rows,
-    visible_keys,
 )
 
 
@@ -242,10 +244,10 @@ def masked(
 ):
     """Scores with minus infinity where the key is out of sight."""
     LAYOUT: gl.constexpr = s.type.layout
-    seen = visible_keys(
+    key, first, last = key_bounds(
         tile, first_row, seq.q_len, seq.kv_len, edges, BLOCK_K, CAUSAL, MASK, LAYOUT
     )
-    return gl.where(seen, s, float("-inf"))
+    return hide(s, key[None, :], first[:, None], last[:, None], MASK, MINUS_INFINITY)
 
 
 @gluon.jit

@@ -246,7 +246,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         (heads * num_programs, 1, 1),
         {
             "STAGES": chosen.stages,
-            "TURNED": turned,
+            "ORDER": turned,
             "SHARED": num_parts > 1 or bands is not None,
             "ONTO": onto,
             **by_width,

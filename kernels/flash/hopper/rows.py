@@ -136,7 +136,7 @@ def is_reached_by_later(turn, q_len, kv_len, num_turned, TURN: tl.constexpr):
     return (last_key >= first) & (kv_len > first)
 
 
-@triton.jit(do_not_specialize=["num_turned", "window", "prefix_len", "shift"])
+@triton.jit(do_not_specialize=["turns_apart", "window", "prefix_len", "shift"])
 def finish_dq(
     sums_ptr,
     dq_ptr,
@@ -150,7 +150,7 @@ def finish_dq(
     kv_len,
     padded_len,
     plane,
-    num_turned,
+    turns_apart,
     window,
     prefix_len,
     shift,
@@ -166,9 +166,8 @@ def finish_dq(
 ):
     """dQ = scale * its sum, in rows and columns again, and zero where a query sees no key.
 
-    Where there are several ``SUMS`` of dQ, each is ``plane`` rows behind the one before. The second
-    is of keys behind the first ``num_turned`` tiles; or each is of a band of so many turns, which
-    begins so many turns behind the one before.
+    Where there are several ``SUMS`` of dQ, each is ``plane`` rows behind the one before, and begins
+    ``turns_apart`` turns behind it: the second is of keys behind so many tiles, or each of a band.
     """
     block = tl.program_id(0)
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -200,7 +199,7 @@ def finish_dq(
     place = tile * 4096 + (column % 64 // 8)[None, :] * 512 + thread * 4 + register
     dq = tl.load(sums + place, mask=mask & seen[:, None], other=0.0)
     for further in tl.static_range(1, SUMS):
-        later = is_reached_by_later(row // TURN, q_len, kv_len, further * num_turned, TURN)
+        later = is_reached_by_later(row // TURN, q_len, kv_len, further * turns_apart, TURN)
         place += tl.cast(plane, tl.int64) * BLOCK_D
         dq += tl.load(sums + place, mask=mask & later[:, None], other=0.0)
     dq *= scale

@@ -246,7 +246,7 @@ class TestSchedule:
         assert plan.main.integers[10] == turns
         names = plan.finish_dq.kernel.arg_names
         integers = names[names.index("stride_qb") : names.index("scale")]
-        assert dict(zip(integers, plan.finish_dq.integers, strict=True))["num_turned"] == turns
+        assert dict(zip(integers, plan.finish_dq.integers, strict=True))["turns_apart"] == turns
         rows = plan.finish_dq.constants["BLOCK_Q"]
         assert plan.finish_dq.grid == (-(-tokens // rows), heads[0], 1)
 
@@ -321,7 +321,7 @@ class TestSchedule:
             scale=1.0,
         )  # fmt: skip
         main = plans._plan_main(call, 8192, onto=onto)
-        assert (main.constants["TURNED"], *main.integers[9:11]) == planned
+        assert (main.constants["ORDER"], *main.integers[9:11]) == planned
 
     @pytest.mark.parametrize("told_after", [0.6, 1.1])
     def test_turned_in_part_they_end_earlier(self, told_after: float) -> None:

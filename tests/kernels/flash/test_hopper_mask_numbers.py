@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,12 @@ def pairs(mask: Mask, q_len: int, kv_len: int) -> Tensor:
     return seen | (key < mask.prefix_len)
 
 
+def hidden(kernel: Any, s: Tensor, bounds: tuple[Tensor, Tensor, Tensor], kind: str) -> Tensor:
+    """Scores as forward.masked has them."""
+    key, first, last = bounds
+    return kernel.hide(s, key[None], first[:, None], last[:, None], kind, kernel.MINUS_INFINITY)
+
+
 def check_tiles(seed: int, edit: tuple[str, str] | None = None) -> None:
     """What is visited has all that is seen, what needs no mask is seen, and masks are right."""
     mask, q_len, kv_len = random_case(random.Random(seed))
@@ -72,9 +79,10 @@ def check_tiles(seed: int, edit: tuple[str, str] | None = None) -> None:
             whole = bool(own[:, keys].all()) and BLOCK_K * tile + BLOCK_K <= kv_len
             assert whole == (tiles.unmasked_start <= tile < tiles.unmasked_stop)
             for row in (first, first + ROWS):
-                got = kernel.visible_keys(
+                bounds = kernel.key_bounds(
                     tile, row, q_len, kv_len, edges, BLOCK_K, causal, kind, None
                 )  # fmt: skip
+                got = hidden(kernel, torch.zeros(ROWS, BLOCK_K), bounds, kind) == 0
                 wanted = seen[row : row + ROWS, keys]
                 assert torch.equal(got[: len(wanted), : wanted.shape[1]], wanted)
                 assert not got[: len(wanted), wanted.shape[1] :].any()
@@ -99,7 +107,9 @@ def test_tiles_and_masks() -> None:
         ("gl.maximum(first + to_first, 0) // BLOCK_K, stop)", "0, stop)"),
         ("unmasked_stop = gl.maximum(unmasked_stop, unmasked_start)", "pass"),
         ("gl.maximum(own, edges.prefix_len - 1)", "own"),
-        ("key[None, :] >= (row", "key[None, :] > (row"),
+        ("setp.lt.or.s32", "setp.le.or.s32"),
+        ("setp.lt.or.s32", "setp.lt.s32"),
+        ("setp.gt.s32", "setp.ge.s32"),
     ],
     ids=lambda edit: edit[0][:40],
 )
@@ -138,10 +148,10 @@ def attend(
                 s, factor = kernel.capped(s, scale_log2, softcap), 1.0
             if is_masked or tile == tiles.stop - 1:
                 is_masked = True
-                seen = kernel.visible_keys(
+                bounds = kernel.key_bounds(
                     tile, first_row, q_len, kv_len, edges, BLOCK_K, causal, kind, None
                 )  # fmt: skip
-                s = torch.where(seen, s, -torch.inf)
+                s = hidden(kernel, s, bounds, kind)
             reference, zero, shrink = kernel.raise_reference(s, reference, factor, is_masked)
             p, total = kernel.softmax_step(s, zero, shrink, total, factor)
             o = o * shrink[:, None] + p @ padded_v[keys]
