@@ -4,10 +4,11 @@ Run as ``python -m benchmarks.compile_hopper [KERNEL ...] [HEAD_DIM ...] [masks]
 repository, with triton installed and TRITON_INTERPRET unset; ``masks`` compiles for windows,
 prefixes and caps instead of plain masks. Prints one row for each kernel and variant, and exits
 with 1 if ptxas serialised the matmuls of any: then nothing runs beside them, whatever the source
-says. And if :mod:`kernels.launching.driver` has another idea of a kernel's parameters than its
-code: then Triton launches it, which takes longer. And if programs that share a group read sums
-without an acquire: compilers drop one whose result is not used. And if a row kernel behind the
-backward pass spills.
+says. And if a multiprocessor has no room for as many small programs as is counted on, or their
+copies take places that matmuls may still read. And if :mod:`kernels.launching.driver` has another
+idea of a kernel's parameters than its code: then Triton launches it, which takes longer. And if
+programs that share a group read sums without an acquire: compilers drop one whose result is not
+used. And if a row kernel behind the backward pass spills.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from kernels.flash.hopper import backward as hopper_backward
 from kernels.flash.hopper import backward_wide as hopper_backward_wide
 from kernels.flash.hopper import forward as hopper_forward
+from kernels.flash.hopper import forward_small as hopper_forward_small
 from kernels.flash.hopper import program_size
 from kernels.flash.hopper import schedule as hopper_schedule
 from kernels.flash.hopper.plans import FINISHED_ROWS
+from kernels.flash.hopper.program_size import ProgramSize
 from kernels.flash.hopper.rows import finish_dq
 from kernels.launching.driver import Parameters
 
+LARGE = ProgramSize(consumers=2, tiles=1)
 HOPPER = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
@@ -59,10 +63,8 @@ class Variant:
     packed: bool
     shared: bool = False
     """Whether programs of the backward kernel share a group, and add up dK and dV."""
-    consumers: int = 2
-    """Warpgroups of the forward kernel that compute."""
-    tiles: int = 1
-    """Query tiles of a program of the forward kernel."""
+    size: ProgramSize = LARGE
+    """Of a program of the forward kernel."""
     mask: str = "plain"
     """As ``MASK`` of the forward kernel."""
     softcap: float = 0.0
@@ -88,16 +90,19 @@ def compile_variant(variant: Variant) -> Any:
     if variant.kernel == "backward" and columns.stored > 128:
         function = hopper_backward_wide.flash_backward_wide
     schedule = schedules[columns.stored]
+    tile = schedule.tile
+    if variant.size.is_small:
+        function, tile = hopper_forward_small.flash_forward_small, variant.size.key_tile
     names = function.arg_names
     constants = {
-        "BLOCK_K": schedule.tile,
+        "BLOCK_K": tile,
         "HEAD_DIM": variant.head_dim,
         "BLOCK_D": columns.stored,
         "MAIN": columns.main,
         "TAIL": columns.tail,
         "STAGES": schedule.stages,
-        "CONSUMERS": variant.consumers,
-        "TILES": variant.tiles,
+        "CONSUMERS": variant.size.consumers,
+        "TILES": variant.size.tiles,
         "RESIDENT": schedule.resident,
         "APART": variant.apart and columns.stored == 128,
         "ROLLED": columns.main == 128 and variant.is_rolled,
@@ -113,8 +118,7 @@ def compile_variant(variant: Variant) -> Any:
     }
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
-        name: "constexpr" if name in constants else _type(name, variant, schedule.tile)
-        for name in names
+        name: "constexpr" if name in constants else _type(name, variant, tile) for name in names
     }
     # As Triton finds them when it looks at what torch allocated.
     aligned = {
@@ -237,7 +241,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))
     else:
-        variants += larger_programs(variants[0])
+        variants += other_programs(variants[0])
+        variants += small_programs(variants[1])
     return variants
 
 
@@ -254,19 +259,57 @@ def masked_variants(kernel: str, head_dim: int) -> list[Variant]:
     if kernel == "backward" and columns <= 128:
         variants.append(replace(causal, mask="window", unmasked=False))
     elif kernel == "forward":
-        variants += larger_programs(variants[1])
+        variants += other_programs(variants[1])
     return variants
 
 
-def larger_programs(variant: Variant) -> list[Variant]:
+def unguarded(ptx: str) -> list[str]:
+    """A line if a small program starts copies behind matmuls before all of its warps have met.
+
+    The other warps' matmuls may still read the place that a copy takes.
+    """
+    is_open = False
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line:
+            is_open = True
+        elif "bar.sync" in line:
+            is_open = False
+        elif "cp.async.bulk.tensor" in line and is_open:
+            return ["a copy starts before all warps are done with its place"]
+    return []
+
+
+def other_programs(variant: Variant) -> list[Variant]:
     """The forward kernel with programs of the other sizes that it may have."""
     stored = hopper_schedule.columns(variant.head_dim).stored
     window = None if variant.mask == "plain" else 128
+    sizes = [size for size in program_size.sizes(stored, window) if not size.is_small]
+    return [replace(variant, size=size) for size in sizes if size != variant.size] + small_programs(
+        variant
+    )
+
+
+def small_programs(variant: Variant) -> list[Variant]:
+    stored = hopper_schedule.columns(variant.head_dim).stored
     return [
-        replace(variant, consumers=size.consumers, tiles=size.tiles)
-        for size in program_size.sizes(stored, window)
-        if size != (variant.consumers, variant.tiles)
+        replace(variant, size=ProgramSize(1, 1, key_tile))
+        for width, key_tile in program_size.RESIDENTS
+        if width == stored
     ]
+
+
+def too_large(compiled: Any, variant: Variant, report: str) -> list[str]:
+    """A line if a multiprocessor has no room for as many small programs as RESIDENTS says."""
+    stored = hopper_schedule.columns(variant.head_dim).stored
+    residents = program_size.RESIDENTS[stored, variant.size.key_tile]
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", report))
+    # Registers are given to warps by 256, and each program takes 1 KiB of shared memory besides.
+    by_registers = 65536 // (4 * (-(-32 * registers // 256) * 256))
+    by_memory = 228 * 1024 // (compiled.metadata.shared + 1024)
+    found = min(by_registers, by_memory)
+    if found >= residents:
+        return []
+    return [f"{registers} registers: room for {found} programs, not {residents}"]
 
 
 def main() -> int:
@@ -284,6 +327,9 @@ def main() -> int:
                 spills = spills_in(report)
                 slow = [line for line in lines if "serialized" in line]
                 slow += parameters_differ(compiled)
+                if variant.size.is_small:
+                    slow += too_large(compiled, variant, report)
+                    slow += unguarded(compiled.asm["ptx"])
                 if variant.shared and "atom.global.gpu.acquire" not in compiled.asm["ptx"]:
                     slow.append("nothing is acquired before sums are read")
                 failed = failed or bool(slow)
@@ -296,7 +342,7 @@ def main() -> int:
                     f"{'in part' if variant.turned == 'keys' else '':<8}"
                     f"{variant.turned if variant.turned in ('bands', 'halves') else '':<7}"
                     f"{'onto' if variant.onto else '':<5}"
-                    f"{variant.consumers} x {variant.tiles:<3}"
+                    f"{variant.size.name:<5}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"
                     f"{'' if variant.unmasked else 'short':<6}"

@@ -263,6 +263,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
     """Hopper kernels run here, on CPU tensors of so many sequences."""
     from kernels.flash.hopper import backward as hopper_backward
     from kernels.flash.hopper import forward as hopper_forward
+    from kernels.flash.hopper import forward_small as hopper_small
     from kernels.flash.hopper import rows as hopper_rows
 
     gpu = EmulatedGpu(install(monkeypatch))
@@ -272,6 +273,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
 
     for module, name, compute in (
         (hopper_forward, "flash_forward", forward),
+        (hopper_small, "flash_forward_small", forward),
         (hopper_backward, "flash_backward", backward),
         (hopper_rows, "row_statistics", row_statistics),
         (hopper_rows, "finish_dq", finish_dq),

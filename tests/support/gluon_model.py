@@ -1,7 +1,7 @@
-"""Runs the Hopper forward kernel's own source on a model of a multiprocessor, without numbers.
+"""Runs the Hopper forward kernels' own source on a model of a multiprocessor, without numbers.
 
 What is modelled is who waits for whom. Barriers know the parity of their phase, as the hardware's
-do; copies and matmuls are finished later than they are asked for; and the kernel's three roles run
+do; copies and matmuls are finished later than they are asked for; and a kernel's roles run
 in an order drawn at random between any two of these steps. Tiles carry the name of their tensor
 and their first row, so that who reads too early, or writes too early, is found out.
 """
@@ -33,7 +33,7 @@ class Anything:
         return self
 
     __call__ = __getattr__ = __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _same
-    __sub__ = __rsub__ = __truediv__ = __eq__ = __and__ = __lt__ = _same
+    __sub__ = __rsub__ = __truediv__ = __eq__ = __and__ = __lt__ = __ge__ = _same
 
 
 ANYTHING = Anything()
@@ -66,7 +66,7 @@ class Tile:
 
     holds: tuple[str, int] | None = None
     """Name of the tensor and first row; None before the first copy and while one is under way."""
-    shape = ANYTHING
+    shape = dtype = ANYTHING
 
     def permute(self, _: Any) -> Tile:
         return self
@@ -188,6 +188,8 @@ class Machine:
             self.back.acquire()
         if self.error:
             raise self.error
+        if self.copies:
+            raise ProtocolError("the program ends while a copy is under way")
 
     @property
     def role(self) -> Role:
@@ -201,8 +203,10 @@ class Machine:
     def init(self, barrier: Barrier, count: int) -> None:
         barrier.count = barrier.missing = count
 
-    def expect(self, barrier: Barrier, bytes_: int) -> None:
+    def expect(self, barrier: Barrier, bytes_: int, pred: bool = True) -> None:
         self.role.pause()
+        if not pred:
+            return
         barrier.bytes += bytes_
         barrier.arrive()
 
@@ -218,9 +222,11 @@ class Machine:
     # tma
 
     def async_copy_global_to_shared(
-        self, name: Any, coordinates: list[int], barrier: Barrier, tile: Tile
+        self, name: Any, coordinates: list[int], barrier: Barrier, tile: Tile, pred: bool = True
     ) -> None:
         self.role.pause()
+        if not pred:
+            return
         tile.holds = None
 
         def land() -> None:
@@ -384,6 +390,7 @@ def run_program(
     kv_len: int,
     consumers: int,
     tiles: int,
+    key_tile: int,
     stages: int,
     tail: int,
     causal: bool,
@@ -396,6 +403,8 @@ def run_program(
     """The results of one program: for each consumer's first row, the scores that made up its o.
 
     Args:
+        consumers: 1 for the kernel of small programs.
+        key_tile: keys of a key tile.
         tail: columns of the head dim that a second matmul takes; 0 for none.
         mask: the constant MASK, and ``edges`` its window, prefix_len and shift.
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
@@ -403,6 +412,7 @@ def run_program(
     """
     # Triton exists for Linux alone, and who imports this file may have to skip.
     from kernels.flash.hopper import forward as hopper_forward
+    from kernels.flash.hopper import forward_small as hopper_small
     from kernels.flash.hopper import tiles as hopper_tiles
 
     machine = Machine(seed, (program, sequence), grid)
@@ -416,6 +426,8 @@ def run_program(
         "columns": lambda tile, *_: tile,
         "masked": lambda s, tile, *_: replace(s, masked_as=tile),
         "row_sums_by_thread": ANYTHING,
+        "LAZY_COLUMNS": hopper_forward.LAZY_COLUMNS.value,
+        "rescale": lambda o, *_: o,
         "raise_reference": lambda *_: (ANYTHING, ANYTHING, ANYTHING),
         "softmax_step": lambda s, *_: (s, ANYTHING),
         "to_words": lambda p, *_: p,
@@ -425,27 +437,25 @@ def run_program(
     structures = ("Inputs", "Shared", "Head", "Outputs", "Progress")
     names |= {name: getattr(hopper_forward, name) for name in structures}
     load(names, hopper_tiles, ("sequence", "offsets", "key_tiles"), edit)
-    functions = ("place_in_order", "query_tile", "produce", "start_scores", "advance", "consume")
-    load(names, hopper_forward, (*functions, "flash_forward"), edit)
+    shared = ("place_in_order", "query_tile", "start_scores", "finish")
+    load(names, hopper_forward, shared, edit)
+    program_size: tuple[int, ...] = ()
+    if consumers == 1:
+        names |= {name: getattr(hopper_small, name) for name in ("Places", "Progress")}
+        load(names, hopper_small, ("fill", "start_values", "advance", "flash_forward_small"), edit)
+    else:
+        load(names, hopper_forward, ("produce", "advance", "consume", "flash_forward"), edit)
+        program_size = consumers, tiles
     starts = [Place(numbers) for numbers in cu_seqlens] if cu_seqlens else [ANYTHING, ANYTHING]
-    names["flash_forward"](
+    arguments = (
         *(Descriptor(name) for name in "qkv"),
         *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
         *(Heads(1), 1, 1, q_len, kv_len, 0, *edges, ANYTHING),
-        *(
-            128,
-            stages,
-            consumers,
-            tiles,
-            96,
-            128,
-            64,
-            tail,
-            causal,
-            mask,
-            0.0,
-            cu_seqlens is not None,
-            4,
-        ),
+        *(key_tile, stages, *program_size, 96, 128, 64, tail),
+        *(causal, mask, 0.0, cu_seqlens is not None, 4),
     )
+    if consumers == 1:
+        machine.warp_specialize([(names["flash_forward_small"], arguments)])
+    else:
+        names["flash_forward"](*arguments)
     return machine.stored

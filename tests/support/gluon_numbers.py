@@ -90,6 +90,7 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
         "gl": Language(),
         "row_max": lambda x: x.amax(1),
         "row_sums_by_thread": lambda x: x.sum(1, keepdim=True),
+        "GROWTH": forward.GROWTH.value,
         **tile_names(),
     }
     load(names, tiles, ("offsets", "key_tiles", "key_bounds", "hide"), edit)

@@ -446,8 +446,13 @@ def probabilities(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
+    ASSEMBLED: gl.constexpr,
 ):
-    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0."""
+    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0.
+
+    Args:
+        ASSEMBLED: whether the mask is written as assembly.
+    """
     if SOFTCAP > 0.0:
         p = gl.exp2(capped(s, scale_log2, SOFTCAP) - lse[None, :])
     else:
@@ -463,7 +468,13 @@ def probabilities(
                 own = gl.maximum(own, turns.prefix_len - 1)
             last = gl.minimum(own, last)
         first = query + turns.start
-        p = hide(p, key[:, None], first[None, :], last[None, :], MASK, ZERO)
+        if ASSEMBLED:
+            p = hide(p, key[:, None], first[None, :], last[None, :], MASK, ZERO)
+        else:
+            seen = key[:, None] <= last[None, :]
+            if MASK == "window":
+                seen = seen & (key[:, None] >= first[None, :])
+            p = gl.where(seen, p, 0.0)
     return p
 
 

@@ -230,6 +230,7 @@ def turn_of_scores(
         MASK,
         SOFTCAP,
         MASKED,
+        True,
     )
     if SOFTCAP > 0.0:
         # Both have computed dQ of the turn before the last from the dS that was there. The ring's

@@ -118,7 +118,7 @@ class Progress(NamedTuple):
     """Probabilities of the last key tile, whose values come next, as :func:`to_words` has them."""
     o: Any
     reference: Any
-    """Running maximum of the scores in units of log2: what was rounded once serves all."""
+    """Of the scores in units of log2, near their running maximum: rounded once, it serves all."""
     total: Any
     """Running denominator, apart by thread."""
     slot: Any
@@ -274,18 +274,58 @@ def row_max(x):
     return gl.convert_layout(gl.max(part, axis=1), gl.SliceLayout(1, x.type.layout))
 
 
+LAZY_COLUMNS: gl.constexpr = gl.constexpr(256)
+"""Of O, from which on it is rescaled only where it has to be. With fewer, its multiplications run
+beside the exponentials, and leaving some out took 2 to 14% longer (docs/kernels.md)."""
+GROWTH: gl.constexpr = gl.constexpr(8.0)
+"""Units of log2 by which scores may exceed the reference before it is raised where O is rescaled
+lazily, as flash-attn-4 has it. Probabilities are up to 2^8 then, with the same relative error."""
+
+_NUMBERS = 32
+"""Of a thread, which one block of assembly multiplies: of two rows, in pairs of neighbours."""
+_IF_ANY = (
+    "{.reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.or.f32 p, $66, 0f3F800000, p;"
+    " vote.sync.any.pred q, p, 0xffffffff; @!q bra DONE; "
+)
+_PRODUCTS = " ".join(
+    f"mul.f32 ${i}, ${_NUMBERS + i}, ${2 * _NUMBERS + i};" for i in range(_NUMBERS)
+)
+RESCALE: gl.constexpr = gl.constexpr(_IF_ANY + _PRODUCTS + " DONE: }")
+RESCALE_OPERANDS: gl.constexpr = gl.constexpr(
+    ",".join(["=f"] * _NUMBERS + [str(i) for i in range(_NUMBERS)] + ["f"] * _NUMBERS)
+)
+
+
 @gluon.jit
-def raise_reference(s, reference, scale_log2, MASKED: gl.constexpr):
-    """The new running maximum of the scores, in units of log2.
+def rescale(o, shrink, LAZY: gl.constexpr):
+    """o [ROWS, D] times the factor of each row: if lazily, in warps with a factor other than 1."""
+    by_row = gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
+    if not LAZY:
+        return o * by_row
+    return gl.inline_asm_elementwise(
+        RESCALE, RESCALE_OPERANDS, [o, by_row], dtype=gl.float32, is_pure=True, pack=32
+    )
+
+
+@gluon.jit
+def raise_reference(s, reference, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
+    """The new reference of the scores, in units of log2: their maximum, or up to GROWTH less.
+
+    Args:
+        LAZY: whether it is left, by up to GROWTH below it, and O rescaled only where it was raised.
 
     Returns:
-        The maximum; what to take away from scores, which differs from it in rows that have seen no
-        key yet (-inf - -inf is not a number); and the factor by which what was accumulated before
-        has to shrink.
+        The reference; what to take away from scores, which differs from it in rows that have seen
+        no key yet (-inf - -inf is not a number); and the factor by which what was accumulated
+        before has to shrink.
     """
-    # The maximum between product and difference keeps the compiler from joining them in one
-    # instruction that does not round: then a maximum that stays gives a factor of exactly 1.
-    new_reference = gl.maximum(reference, row_max(s) * scale_log2)
+    # Maximum and choice, between product and difference, keep the compiler from joining these in
+    # one instruction that does not round: then a reference that stays gives a factor of exactly 1.
+    largest = row_max(s) * scale_log2
+    if LAZY:
+        new_reference = gl.where(largest > reference + GROWTH, largest, reference)
+    else:
+        new_reference = gl.maximum(reference, largest)
     zero = new_reference
     if MASKED:
         zero = gl.where(new_reference == float("-inf"), 0.0, new_reference)
@@ -354,7 +394,7 @@ def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr):
     BLOCK_K: gl.constexpr = k_tile.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     s = warpgroup_mma(
-        columns(q_tile, 0, MAIN),
+        columns(q_tile, 0, MAIN) if TAIL > 0 else q_tile,
         columns(k_tile, 0, MAIN).permute((1, 0)),
         gl.zeros([ROWS, BLOCK_K], gl.float32, LAYOUT),
         use_acc=False,
@@ -402,6 +442,7 @@ def advance(
     """
     words, o, reference, total, slot, phase = before
     dtype: gl.constexpr = shared.q_tiles.dtype
+    LAZY: gl.constexpr = o.shape[1] >= LAZY_COLUMNS
     p = from_words(words, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
     s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
     mbarrier.wait(shared.v_ready.index(slot), phase)
@@ -412,7 +453,7 @@ def advance(
         scale_log2 = 1.0
     if MASKED:
         s = masked(s, tile, first_row, seq, edges, BLOCK_K, CAUSAL, MASK)
-    reference, zero, shrink = raise_reference(s, reference, scale_log2, MASKED)
+    reference, zero, shrink = raise_reference(s, reference, scale_log2, LAZY, MASKED)
     next_slot = slot + 1
     if next_slot == STAGES:
         next_slot = 0
@@ -425,8 +466,35 @@ def advance(
     o, p, s, shrink = warpgroup_mma_wait(0, deps=[o, p, s, shrink])
     mbarrier.arrive(shared.free.index(slot))
     new_p, total = softmax_step(s, zero, shrink, total, scale_log2)
-    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o.type.layout))[:, None]
+    o = rescale(o, shrink, LAZY)
     return Progress(to_words(new_p, dtype), o, reference, total, next_slot, phase)
+
+
+@gluon.jit
+def finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM: gl.constexpr):
+    """o and lse of 64 queries to memory, of their sums over all visible keys."""
+    ROW: gl.constexpr = reference.type.layout
+    total = gl.convert_layout(gl.sum(total, axis=1), ROW)
+    safe_total = gl.where(total == 0.0, 1.0, total)
+    o = o / gl.convert_layout(safe_total, gl.SliceLayout(1, o.type.layout))[:, None]
+    # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
+    lse = (reference + gl.log2(safe_total)) * LN_2
+    lse = gl.where(total == 0.0, float("-inf"), lse)
+    lse_row = first_row + gl.arange(0, ROWS, ROW)
+    line = (seq.batch * outputs.num_heads + head.head).to(gl.int64)
+    lse_base = line * outputs.lse_len + seq.q_start
+    gl.store(outputs.lse_ptr + lse_base + lse_row, lse, mask=lse_row < seq.q_len)
+    rows = Rows(
+        pointer=outputs.o_ptr,
+        stride_b=outputs.stride_ob,
+        stride_h=outputs.stride_oh,
+        stride_s=outputs.stride_os,
+        batch=seq.batch,
+        head=head.head,
+        start=seq.q_start,
+        length=seq.q_len,
+    )
+    store_rows(o, rows, first_row, 0, HEAD_DIM)
 
 
 @gluon.jit
@@ -458,6 +526,7 @@ def consume(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    LAZY: gl.constexpr = BLOCK_D >= LAZY_COLUMNS
     TILE_ROWS: gl.constexpr = CONSUMERS * ROWS
 
     # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
@@ -496,7 +565,7 @@ def consume(
                 s = capped(s, scale_log2, SOFTCAP)
                 scale = 1.0
             s = masked(s, tiles.stop - 1, first_row, seq, edges, BLOCK_K, CAUSAL, MASK)
-            reference, zero, shrink = raise_reference(s, reference, scale, True)
+            reference, zero, shrink = raise_reference(s, reference, scale, LAZY, True)
             p, total = softmax_step(s, zero, shrink, total, scale)
             slot += 1
             if slot == STAGES:
@@ -544,27 +613,7 @@ def consume(
                 slot = 0
                 phase ^= 1
 
-        total = gl.convert_layout(gl.sum(total, axis=1), ROW)
-        safe_total = gl.where(total == 0.0, 1.0, total)
-        o = o / gl.convert_layout(safe_total, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        # exp2 and log2 are the hardware's; lse is kept in the natural logarithm.
-        lse = (reference + gl.log2(safe_total)) * LN_2
-        lse = gl.where(total == 0.0, float("-inf"), lse)
-        lse_row = first_row + gl.arange(0, ROWS, ROW)
-        line = (seq.batch * outputs.num_heads + head.head).to(gl.int64)
-        lse_base = line * outputs.lse_len + seq.q_start
-        gl.store(outputs.lse_ptr + lse_base + lse_row, lse, mask=lse_row < seq.q_len)
-        rows = Rows(
-            pointer=outputs.o_ptr,
-            stride_b=outputs.stride_ob,
-            stride_h=outputs.stride_oh,
-            stride_s=outputs.stride_os,
-            batch=seq.batch,
-            head=head.head,
-            start=seq.q_start,
-            length=seq.q_len,
-        )
-        store_rows(o, rows, first_row, 0, HEAD_DIM)
+        finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM)
 
 
 # Windows and shifts differ from call to call, and gain nothing from being known.

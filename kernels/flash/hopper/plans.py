@@ -43,23 +43,24 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
     """The launch of a call whose tensors TMA can address."""
     # Gluon, which old versions of Triton lack: why_not has been asked before.
     from kernels.flash.hopper.forward import flash_forward
+    from kernels.flash.hopper.forward_small import flash_forward_small
 
     problem, q, o = call.problem, call.q, call.o
     width = block_d(problem)
-    chosen = FORWARD[width]
     size = FORWARD_SIZE or schedule.size_of_program(problem)
+    key_tile = FORWARD[width].tile if width > 128 else size.key_tile
+    program = {} if size.is_small else {"CONSUMERS": size.consumers, "TILES": size.tiles}
     return PreparedLaunch(
-        flash_forward,
+        flash_forward_small if size.is_small else flash_forward,
         grid(
             problem.q_len,
             problem.batch_size * problem.num_heads,
             size.tiles * size.consumers * ROWS,
         ),
         {
-            "BLOCK_K": chosen.tile,
-            "STAGES": chosen.stages,
-            "CONSUMERS": size.consumers,
-            "TILES": size.tiles,
+            "BLOCK_K": key_tile,
+            "STAGES": FORWARD[width].stages,
+            **program,
             **_constants(problem),
         },
         integers=(
@@ -74,8 +75,8 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
         ),
         descriptors=(
             _tiles(q, ROWS, width),
-            _tiles(call.k, chosen.tile, width),
-            _tiles(call.v, chosen.tile, width),
+            _tiles(call.k, key_tile, width),
+            _tiles(call.v, key_tile, width),
         ),
     )
 

@@ -1,11 +1,13 @@
-"""How large a program of the Hopper forward kernel is: its consumers, and its tiles of queries.
+"""How large a program of the Hopper forward kernels is: its consumers, and its tiles.
 
 A multiprocessor runs one program at a time, and each begins with set-up and first copies that
 nothing hides. A program of several tiles pays that once; but fewer long programs may leave more
 multiprocessors idle at the end. Three consumers keep a multiprocessor busier than two, but their
-tiles of 192 queries fit short sequences less well. So the schedules are simulated as the hardware
-runs them, each program in order on the first multiprocessor that is free (list scheduling), with a
-cost for each program, each query tile, and each key tile that one visits.
+tiles of 192 queries fit short sequences less well. Of small programs, three or four run on a
+multiprocessor beside each other, and hide each other's beginnings; but each reads all keys for 64
+queries alone. So the schedules are simulated as the hardware runs them, each program in order on
+the first multiprocessor that has room (list scheduling), with a cost for each program, each query
+tile, and each key tile that one visits.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 ROWS = 64
@@ -24,14 +26,32 @@ KEY_TILE_ROWS = 128
 
 
 class ProgramSize(NamedTuple):
-    """Warpgroups that compute, and query tiles, of 64 queries for each of these, one by one."""
+    """Warpgroups that compute, and query tiles, of 64 queries for each of these, one by one.
+
+    One consumer stands for a program of :mod:`kernels.flash.hopper.forward_small`.
+    """
 
     consumers: int
     tiles: int
+    key_tile: int = KEY_TILE_ROWS
+    """Keys of a key tile."""
+
+    @property
+    def is_small(self) -> bool:
+        return self.consumers == 1
+
+    @property
+    def name(self) -> str:
+        """Consumers x query tiles, or of a small program k and the keys of a key tile."""
+        return f"k{self.key_tile}" if self.is_small else f"{self.consumers}x{self.tiles}"
 
 
 TILES = (1, 2, 4)
 """Query tiles of a program; of 8 and 16 none was more than 1% faster than the best of these."""
+
+RESIDENTS = {(64, 64): 4, (64, 128): 3, (128, 64): 3}
+"""Small programs that a multiprocessor has registers and shared memory for, by padded head dim and
+keys of a key tile."""
 
 MARGIN = 0.03
 """The next size is taken if it is predicted to save this share of the time."""
@@ -39,7 +59,7 @@ MARGIN = 0.03
 MAX_SIMULATED = 4096
 """Query tiles of all heads beyond which the time is taken from the mean load.
 
-A simulation of as many programs takes 2 ms, once for each problem."""
+A simulation of as many programs takes 1 ms, of small ones 3 ms, once for each size and problem."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -78,15 +98,48 @@ COSTS_IN_WINDOWS = {
 """Costs by padded head dim and consumers, of masked tiles at both ends of what a tile sees."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SmallCosts:
+    """Microseconds of a small program while its multiprocessor has no room for one more."""
+
+    launch: float
+    """Once for the kernel."""
+    program: float
+    key_tile: float
+    speedup: float
+    """By which a program beside fewer others is faster, at most."""
+
+
+# Fitted on an H200 to 23 times of 16 to 96 heads of 512 to 16,384 tokens with a causal mask, as
+# ratios to the times that COSTS predicts of programs of one tile of 128 queries: within 10%, in the
+# median 2%. Without a mask nothing was fitted: of the one call that was measured, 64 heads of 4,096
+# tokens and 64, they leave 5%. In windows only of 128 and 1,024 keys, as ratios to programs of four
+# tiles; how much faster few small programs are there was not measured, and is taken from plain
+# masks (benchmarks.program_size; docs/kernels.md).
+SMALL_COSTS = {
+    (64, 64): SmallCosts(launch=1.4, program=3.0, key_tile=1.06, speedup=1.74),
+    (64, 128): SmallCosts(launch=2.8, program=2.8, key_tile=1.46, speedup=1.9),
+    (128, 64): SmallCosts(launch=1.5, program=0.8, key_tile=1.35, speedup=1.45),
+}
+"""Costs by padded head dim and keys of a key tile."""
+
+SMALL_COSTS_IN_WINDOWS = {
+    (64, 64): SmallCosts(launch=1.5, program=5.6, key_tile=1.19, speedup=1.74),
+    (64, 128): SmallCosts(launch=1.5, program=5.1, key_tile=1.71, speedup=1.9),
+    (128, 64): SmallCosts(launch=1.5, program=5.4, key_tile=1.28, speedup=1.45),
+}
+
+
 def sizes(block_d: int, window: int | None) -> list[ProgramSize]:
     """The sizes whose costs are known, for a padded head dim."""
     costs = COSTS if window is None else COSTS_IN_WINDOWS
-    return [
+    large = [
         ProgramSize(consumers, tiles)
         for width, consumers in costs
         if width == block_d
         for tiles in TILES
     ]
+    return large + [ProgramSize(1, 1, tile) for width, tile in SMALL_COSTS if width == block_d]
 
 
 @lru_cache(maxsize=1024)
@@ -100,6 +153,7 @@ def size_of_program(
     causal: bool,
     window: int | None,
     processors: int,
+    small: bool = True,
 ) -> ProgramSize:
     """The size of programs with which the forward pass should end sooner.
 
@@ -109,9 +163,12 @@ def size_of_program(
         block_d: padded head dim, one of COSTS.
         window: keys that a query sees, as :class:`kernels.problem.Mask` has it.
         processors: of the GPU.
+        small: whether small programs may be taken.
     """
     best_us, best = math.inf, ProgramSize(2, 1)
     for size in sizes(block_d, window):
+        if size.is_small and not small:
+            continue
         us = predicted_us(
             q_len=q_len,
             kv_len=kv_len,
@@ -141,6 +198,16 @@ def predicted_us(
     size: ProgramSize,
 ) -> float:
     """Microseconds of the forward pass with programs of this size."""
+    if size.is_small:
+        small_costs = SMALL_COSTS if window is None else SMALL_COSTS_IN_WINDOWS
+        return _small_us(
+            small_costs[block_d, size.key_tile],
+            key_tile_counts(q_len, kv_len, causal, window, ROWS, size.key_tile),
+            heads,
+            heads_at_once,
+            processors,
+            RESIDENTS[block_d, size.key_tile],
+        )
     costs = (COSTS if window is None else COSTS_IN_WINDOWS)[block_d, size.consumers]
     num_key_tiles = key_tile_counts(q_len, kv_len, causal, window, size.consumers * ROWS)
     key_tile = costs.key_tile if size.tiles == 1 else costs.key_tile_of_several
@@ -156,8 +223,34 @@ def predicted_us(
     return costs.launch + makespan(durations, heads, heads_at_once, processors)
 
 
+def _small_us(
+    costs: SmallCosts,
+    num_key_tiles: list[int],
+    heads: int,
+    heads_at_once: int,
+    processors: int,
+    residents: int,
+) -> float:
+    """Microseconds of the forward pass with small programs, of a head's query tiles in order."""
+    # The last ones first: under a causal mask the longest.
+    durations = [costs.program + costs.key_tile * count for count in reversed(num_key_tiles)]
+    if len(durations) * heads > MAX_SIMULATED:
+        # Where heads take turns, the end is less uneven; simulations agree with the mean to 6%.
+        last = sum(durations) / len(durations) if heads_at_once > 1 else max(durations)
+        share = sum(durations) * heads / (processors * residents)
+        return costs.launch + share + last / costs.speedup / 2
+    return costs.launch + shared_makespan(
+        durations, heads, heads_at_once, processors, residents, costs.speedup
+    )
+
+
 def key_tile_counts(
-    q_len: int, kv_len: int, causal: bool, window: int | None, rows: int
+    q_len: int,
+    kv_len: int,
+    causal: bool,
+    window: int | None,
+    rows: int,
+    key_tile: int = KEY_TILE_ROWS,
 ) -> list[int]:
     """How many key tiles each query tile of ``rows`` queries of a head visits."""
     counts = []
@@ -169,7 +262,7 @@ def key_tile_counts(
             stop = min(kv_len, last + kv_len - q_len + window)
         if causal:
             stop = min(stop, last + 1 + kv_len - q_len)
-        counts.append(max(0, -(-stop // KEY_TILE_ROWS) - start // KEY_TILE_ROWS))
+        counts.append(max(0, -(-stop // key_tile) - start // key_tile))
     return counts
 
 
@@ -200,3 +293,53 @@ def makespan(durations: list[float], heads: int, heads_at_once: int, processors:
             for _ in range(width):
                 heapreplace(ends, ends[0] + duration)
     return max(ends)
+
+
+def shared_makespan(
+    durations: list[float],
+    heads: int,
+    heads_at_once: int,
+    processors: int,
+    residents: int,
+    speedup: float,
+) -> float:
+    """As :func:`makespan`, of programs of which a processor runs several beside each other.
+
+    Args:
+        durations: of a head's programs while a processor runs ``residents`` of them. With fewer
+            each is faster, as they share what a processor can do.
+        speedup: how many times as fast a program is at most.
+    """
+    waiting = [
+        duration
+        for first_head in range(0, heads, heads_at_once)
+        for duration in durations
+        for _ in range(min(heads_at_once, heads - first_head))
+    ]
+    num_started = min(len(waiting), processors * residents)
+    # Work, in microseconds of a full processor, that each of a processor's programs has done since
+    # the start; and of each that runs, what that is when it ends.
+    done = [0.0] * processors
+    running = [waiting[place:num_started:processors] for place in range(processors)]
+    for ends in running:
+        heapify(ends)
+
+    def time_left(place: int) -> float:
+        ends = running[place]
+        return (ends[0] - done[place]) / min(residents / len(ends), speedup)
+
+    events = [(time_left(place), place) for place in range(processors) if running[place]]
+    heapify(events)
+    now = 0.0
+    while events:
+        now, place = events[0]
+        ends = running[place]
+        done[place] = heappop(ends)
+        if num_started < len(waiting):
+            heappush(ends, done[place] + waiting[num_started])
+            num_started += 1
+        if ends:
+            heapreplace(events, (now + time_left(place), place))
+        else:
+            heappop(events)
+    return now

@@ -14,6 +14,7 @@ from kernels.flash.call.problem import Problem, describe
 from kernels.flash.hopper import launch as hopper
 from kernels.flash.hopper import plans, program_size, schedule
 from kernels.flash.hopper.program_size import ProgramSize
+from kernels.launching.prepared import PreparedLaunch
 from kernels.problem import AttentionSpec, Packing
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -38,6 +39,14 @@ def exact(
     p = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
     o = p @ values
     return o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), do.double())
+
+
+def size_of(plan: PreparedLaunch) -> ProgramSize:
+    """The size of the forward programs that a plan launches."""
+    constants = plan.constants
+    return ProgramSize(
+        constants.get("CONSUMERS", 1), constants.get("TILES", 1), constants["BLOCK_K"]
+    )
 
 
 def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
@@ -173,7 +182,9 @@ class TestOnHopper:
         results = {}
         # Three consumers of 128 columns, which are never taken, have too few registers.
         consumers = (2, 3) if head_dim <= 64 else (2,)
-        for size in (ProgramSize(*x) for x in product(consumers, program_size.TILES)):
+        sizes = [ProgramSize(*x) for x in product(consumers, program_size.TILES)]
+        small = [key_tile for width, key_tile in program_size.RESIDENTS if width == head_dim]
+        for size in (*sizes, *(ProgramSize(1, 1, key_tile) for key_tile in small)):
             monkeypatch.setattr(plans, "FORWARD_SIZE", size)
             monkeypatch.setattr(plans, "FORWARD_PLANS", {})
             for _ in range(repeats):
@@ -184,10 +195,14 @@ class TestOnHopper:
                 assert torch.equal(o, first[0])
                 assert torch.equal(lse, first[1])
             (plan,) = plans.FORWARD_PLANS.values()
-            assert (plan.constants["CONSUMERS"], plan.constants["TILES"]) == size
+            assert size_of(plan) == size
         o, lse = results.pop(ProgramSize(2, 1))
-        for other_o, other_lse in results.values():
-            assert torch.equal(o, other_o)
+        for size, (other_o, other_lse) in results.items():
+            if size.is_small:
+                # The sums of P V are of other key tiles, and of other references.
+                torch.testing.assert_close(o, other_o, rtol=1.6e-2, atol=1e-2)
+            else:
+                assert torch.equal(o, other_o)
             # Other kernels, whose compiler fuses other multiplications and additions.
             torch.testing.assert_close(other_lse, lse, rtol=1e-6, atol=1e-6)
 

@@ -159,12 +159,12 @@ def wrong_gradient(got: Tensor, expected: Tensor, what: str) -> list[str]:
     return [f"{what} by {error:.3g} of {float(expected.norm()):.3g}"]
 
 
-def failures(case: Case) -> list[str]:
+def failures(case: Case, *, forward_only: bool = False) -> list[str]:
     """What is wrong with the results of a call, and of the same call again."""
     q, k, v, do = case.tensors()
     call = FlashCall(q=q, k=k, v=v, spec=case.spec(), options=ON_HOPPER_ONLY)
     # The backward pass runs wherever it knows the mask.
-    has_backward = dispatch.why_not(call.problem(), "hopper") is None
+    has_backward = not forward_only and dispatch.why_not(call.problem(), "hopper") is None
     results: list[tuple[Tensor, ...]] = []
     for _ in range(2):
         o, lse = operator.forward(call)
@@ -181,9 +181,9 @@ def failures(case: Case) -> list[str]:
     return found
 
 
-def check(cases: Iterable[Case]) -> None:
+def check(cases: Iterable[Case], *, forward_only: bool = False) -> None:
     """Runs all, and names those that fail."""
-    found = [(case, what) for case in cases if (what := failures(case))]
+    found = [(c, what) for c in cases if (what := failures(c, forward_only=forward_only))]
     assert not found, "\n" + "\n".join(f"{case}: {'; '.join(what)}" for case, what in found)
 
 
@@ -219,6 +219,35 @@ class TestOnHopper:
         )
         for plan in plans.FORWARD_PLANS.values():
             assert (plan.constants["CONSUMERS"], plan.constants["TILES"]) == size
+
+    @pytest.mark.parametrize(
+        ("head_dim", "key_tile"), [(64, 64), (64, 128), (40, 64), (96, 64), (128, 64)]
+    )
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_small_programs(
+        self, monkeypatch: pytest.MonkeyPatch, head_dim: int, key_tile: int, causal: bool
+    ) -> None:
+        """All masks; prefixes, caps and packed batches would get other programs."""
+        monkeypatch.setattr(plans, "FORWARD_SIZE", ProgramSize(1, 1, key_tile))
+        monkeypatch.setattr(plans, "FORWARD_PLANS", {})
+        plain = Case(head_dim=head_dim, causal=causal)
+        windows = [replace(plain, window=window) for window in (None, *self.WINDOWS)]
+        cases = [
+            *(replace(case, lengths=x) for case in windows for x in self.LENGTHS),
+            *(
+                replace(plain, lengths=(300, 1111), window=200, shift=shift)
+                for shift in (-2000, -129, 1, 500, 3000)
+            ),
+            *(replace(plain, softcap=5.0, spread=spread) for spread in (0.7, 100.0)),
+            replace(plain, dtype=torch.float16, batch=3, heads=(6, 1), spread=20.0),
+        ]
+        if causal:
+            prefixes = product((1, 128, 333), (0, -129, 500))
+            cases += [replace(plain, prefix_len=n, shift=shift) for n, shift in prefixes]
+        check(cases, forward_only=True)
+        for case in (plain, replace(plain, window=100, softcap=20.0)):
+            self.test_packed(case)
+        assert all("CONSUMERS" not in plan.constants for plan in plans.FORWARD_PLANS.values())
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     @pytest.mark.parametrize("causal", [True, False])
@@ -364,9 +393,10 @@ def test_compiles_for_masks(kernel: str, head_dim: int) -> None:
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", run.stdout)]
-    # Besides, short windows in the backward pass, and more query tiles in the forward pass.
+    # Besides, short windows in the backward pass, and programs of other sizes in the forward pass.
     usual, extra = spilled[:5], spilled[5:]
-    assert len(extra) == (0 if head_dim > 128 else 1 if kernel == "backward" else 2)
+    sizes = 4 if head_dim <= 64 else 3
+    assert len(extra) == (0 if head_dim > 128 else 1 if kernel == "backward" else sizes)
     if kernel == "backward":
         limit = 512 if head_dim <= 128 else 128
     else:
@@ -387,8 +417,8 @@ class TestPlans:
         prefix_len: int = 0,
         shift: int = 0,
         softcap: float | None = None,
-    ) -> tuple[str, float, int, tuple[int, ...]]:
-        """Its mask, its cap, query tiles of a program, and the mask's numbers."""
+    ) -> tuple[str, float, str, tuple[int, ...]]:
+        """Its mask, its cap, the size of its programs, and the mask's numbers."""
         pytest.importorskip("triton.experimental.gluon")
         properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -405,25 +435,28 @@ class TestPlans:
         # Tensors before, the scale behind.
         numbers = dict(zip(names[-1 - len(launch.integers) : -1], launch.integers, strict=True))
         constants = launch.constants
+        size = ProgramSize(
+            constants.get("CONSUMERS", 1), constants.get("TILES", 1), constants["BLOCK_K"]
+        )
         return (
-            *(constants["MASK"], constants["SOFTCAP"], constants["TILES"]),
+            *(constants["MASK"], constants["SOFTCAP"], size.name),
             tuple(numbers[name] for name in ("window", "prefix_len", "shift")),
         )
 
     def test_of_plain_masks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.plan(monkeypatch) == ("plain", 0.0, 2, (0, 0, 0))
+        assert self.plan(monkeypatch) == ("plain", 0.0, "k64", (0, 0, 0))
         # One that hides nothing.
-        assert self.plan(monkeypatch, window=1024) == ("plain", 0.0, 2, (0, 0, 0))
+        assert self.plan(monkeypatch, window=1024) == ("plain", 0.0, "k64", (0, 0, 0))
 
     def test_of_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Pairs of query tiles were measured in windows alone."""
-        assert self.plan(monkeypatch, window=9) == ("window", 0.0, 2, (9, 0, 0))
-        assert self.plan(monkeypatch, causal=False, window=9) == ("window", 0.0, 2, (9, 0, 0))
-        assert self.plan(monkeypatch, window=9, shift=2) == ("window", 0.0, 1, (9, 0, 2))
-        assert self.plan(monkeypatch, window=9, softcap=9.0) == ("window", 9.0, 1, (9, 0, 0))
-        assert self.plan(monkeypatch, prefix_len=9) == ("prefix", 0.0, 1, (0, 9, 0))
-        assert self.plan(monkeypatch, shift=-9) == ("prefix", 0.0, 1, (0, 0, -9))
-        assert self.plan(monkeypatch, softcap=9.0) == ("plain", 9.0, 1, (0, 0, 0))
+        """Small programs were not measured with shifts, prefixes and caps."""
+        assert self.plan(monkeypatch, window=9) == ("window", 0.0, "k64", (9, 0, 0))
+        assert self.plan(monkeypatch, causal=False, window=9) == ("window", 0.0, "k64", (9, 0, 0))
+        assert self.plan(monkeypatch, window=9, shift=2) == ("window", 0.0, "2x1", (9, 0, 2))
+        assert self.plan(monkeypatch, window=9, softcap=9.0) == ("window", 9.0, "2x1", (9, 0, 0))
+        assert self.plan(monkeypatch, prefix_len=9) == ("prefix", 0.0, "2x1", (0, 9, 0))
+        assert self.plan(monkeypatch, shift=-9) == ("prefix", 0.0, "2x1", (0, 0, -9))
+        assert self.plan(monkeypatch, softcap=9.0) == ("plain", 9.0, "2x1", (0, 0, 0))
 
     def test_the_forward_pass_takes_them(self) -> None:
         q = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)

@@ -425,7 +425,7 @@ def test_notices_programs_that_meet_elsewhere(edit: tuple[str, str]) -> None:
 
 def gradients(
     mask: Mask, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor,
-    *, scale: float, softcap: float, size: int,
+    *, scale: float, softcap: float, size: int, assembled: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv by the kernels' functions, 64 by 64 scores at a time, of one head."""
     kernel = backward_functions()
@@ -446,7 +446,7 @@ def gradients(
                 keys = slice(tile * size + key, tile * size + key + ROWS)
                 p = kernel.probabilities(
                     k[keys] @ q[queries].T, lse[queries], keys.start, queries.start, own, kv_len,
-                    scale * kernel.LOG2_E, *constants, softcap, is_masked,
+                    scale * kernel.LOG2_E, *constants, softcap, is_masked, assembled,
                 )  # fmt: skip
                 dp = v[keys] @ do[queries].T
                 ds = p * (dp - delta[queries])
@@ -460,7 +460,8 @@ def gradients(
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("size", [64, 128])
-def test_gradients(size: int, softcap: float) -> None:
+@pytest.mark.parametrize("assembled", [True, False])
+def test_gradients(size: int, softcap: float, assembled: bool) -> None:
     """The kernels' two sizes, at lengths that do not divide, against autograd."""
     generator = torch.Generator().manual_seed(3)
     for mask, (q_len, kv_len) in product(
@@ -493,7 +494,8 @@ def test_gradients(size: int, softcap: float) -> None:
         wanted = torch.autograd.grad(o, leaves, do)
         with torch.no_grad():
             got = gradients(
-                mask, q, k, v, do, o, lse, scale=0.9, softcap=softcap, size=size
+                mask, q, k, v, do, o, lse, scale=0.9, softcap=softcap, size=size,
+                assembled=assembled,
             )  # fmt: skip
         for x, y in zip(got, wanted, strict=True):
             torch.testing.assert_close(x, y, msg=str((mask, q_len, kv_len)))

@@ -123,9 +123,9 @@ def test_notices_a_wrong_edge(edit: tuple[str, str]) -> None:
 
 
 def attend(
-    mask: Mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float
+    mask: Mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, lazy: bool
 ) -> tuple[Tensor, Tensor]:
-    """o and lse as the kernel computes them, tile by tile from right to left."""
+    """o and lse as the kernels compute them, tile by tile from right to left."""
     kernel = forward_functions()
     numbers, causal, kind = constants(mask)
     edges = kernel.Edges(*numbers)
@@ -152,7 +152,7 @@ def attend(
                     tile, first_row, q_len, kv_len, edges, BLOCK_K, causal, kind, None
                 )  # fmt: skip
                 s = hidden(kernel, s, bounds, kind)
-            reference, zero, shrink = kernel.raise_reference(s, reference, factor, is_masked)
+            reference, zero, shrink = kernel.raise_reference(s, reference, factor, lazy, is_masked)
             p, total = kernel.softmax_step(s, zero, shrink, total, factor)
             o = o * shrink[:, None] + p @ padded_v[keys]
         total = total.sum(1)
@@ -164,8 +164,9 @@ def attend(
     return all_o, all_lse
 
 
+@pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_softmax_over_masked_tiles(softcap: float) -> None:
+def test_softmax_over_masked_tiles(softcap: float, lazy: bool) -> None:
     """Rows that see nothing in the first tiles, or in the last, or in none, beside others."""
     rng = random.Random(2)
     generator = torch.Generator().manual_seed(3)
@@ -176,13 +177,13 @@ def test_softmax_over_masked_tiles(softcap: float) -> None:
             torch.randn(n, 8, generator=generator, dtype=torch.float64)
             for n in (q_len, kv_len, kv_len)
         )
-        scores = q @ k.T * 0.9
+        scores = q @ k.T * 2.0
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~pairs(mask, q_len, kv_len), -torch.inf)
         lse = scores.logsumexp(1)
         wanted = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[:, None]).exp() @ v
-        got_o, got_lse = attend(mask, q, k, v, 0.9, softcap)
+        got_o, got_lse = attend(mask, q, k, v, 2.0, softcap, lazy)
         torch.testing.assert_close(got_o, wanted, msg=str((mask, q_len, kv_len)))
         torch.testing.assert_close(got_lse, lse)
         empty += int((lse == -torch.inf).sum())

@@ -1,4 +1,4 @@
-"""Barriers of the Hopper forward kernel, on a model that runs its source in random orders."""
+"""Barriers of the Hopper forward kernels, on a model that runs its source in random orders."""
 
 from __future__ import annotations
 
@@ -15,11 +15,23 @@ from kernels.problem import Mask
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 
-def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = None) -> None:
-    """A random problem: every program stores, for its tiles, all visible keys, right to left."""
+def check(
+    seed: int,
+    edit: tuple[str, str] | None = None,
+    window: int | None = None,
+    *,
+    small: bool = False,
+) -> None:
+    """A random problem: every program stores, for its tiles, all visible keys, right to left.
+
+    Args:
+        small: with the kernel of small programs.
+    """
     rng = random.Random(seed)
     tiles, stages, causal = rng.choice((1, 2, 3, 4, 6)), rng.choice((2, 3, 4)), rng.random() < 0.7
-    consumers = rng.choice((2, 3))
+    consumers, key_tile = rng.choice((2, 3)), 128
+    if small:
+        consumers, tiles, key_tile = 1, 1, rng.choice((64, 128))
     rows = 64 * consumers
     q_len, kv_len = rng.randint(1, 800), rng.randint(1, 800)
     tail = rng.choice((0, 32))
@@ -48,6 +60,7 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
                 kv_len=kv_len,
                 consumers=consumers,
                 tiles=tiles,
+                key_tile=key_tile,
                 stages=stages,
                 tail=tail,
                 causal=causal,
@@ -58,12 +71,13 @@ def check(seed: int, edit: tuple[str, str] | None = None, window: int | None = N
                 edit=edit,
             )
             if not mask.prefix_len and not mask.shift:
-                counts = key_tile_counts(own_q_len, own_kv_len, causal, mask.window, rows)
+                lengths_of_tiles = own_q_len, own_kv_len, causal, mask.window, rows, key_tile
+                counts = key_tile_counts(*lengths_of_tiles)
                 assert {row: len(scores) for row, scores in stored.items()} == {
                     row: counts[row // rows] for row in stored
                 }
             lengths_and_starts = (own_q_len, own_kv_len), (q_start, k_start)
-            check_program(stored, mine, mask, *lengths_and_starts, consumers)
+            check_program(stored, mine, mask, *lengths_and_starts, consumers, key_tile)
 
 
 def random_mask(rng: random.Random, causal: bool) -> Mask:
@@ -87,6 +101,7 @@ def check_program(
     lengths: tuple[int, int],
     starts: tuple[int, int],
     consumers: int,
+    key_tile: int,
 ) -> None:
     """Each consumer visited what its program's queries see, and masked what they see in part.
 
@@ -108,19 +123,23 @@ def check_program(
         first = row // tile_rows * tile_rows
         stop = min(first + tile_rows, q_len)
         ranges = [mask.keys(query, *lengths) for query in range(first, stop)]
-        wanted = [tile for tile in range(-(-kv_len // 128)) if sees_any(ranges, tile)]
+        wanted = [
+            tile for tile in range(-(-kv_len // key_tile)) if sees_any(ranges, tile, key_tile)
+        ]
         assert all(s.query - starts[0] == row for s in scores)
-        got = [(s.key - starts[1]) // 128 for s in scores]
+        got = [(s.key - starts[1]) // key_tile for s in scores]
         # Queries that are shifted behind the last key may look at its tile, and see nothing.
         assert got == wanted[::-1] or (not wanted and len(got) == 1)
         for number, (tile, s) in enumerate(zip(got, scores, strict=True)):
-            whole = all(start <= 128 * tile and 128 * tile + 128 <= stop for start, stop in ranges)
+            first_key = key_tile * tile
+            whole = all(start <= first_key <= stop - key_tile for start, stop in ranges)
             # The first one is always masked.
             assert s.masked_as == (tile if number == 0 or not whole else None)
 
 
-def sees_any(ranges: list[tuple[int, int]], tile: int) -> bool:
-    return any(max(start, 128 * tile) < min(stop, 128 * tile + 128) for start, stop in ranges)
+def sees_any(ranges: list[tuple[int, int]], tile: int, key_tile: int) -> bool:
+    first = key_tile * tile
+    return any(max(start, first) < min(stop, first + key_tile) for start, stop in ranges)
 
 
 @pytest.mark.parametrize("heads_at_once", [1, 3, 4, 16])
@@ -145,9 +164,10 @@ def test_heads_take_turns(heads_at_once: int) -> None:
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 50), marks=pytest.mark.exhaustive)], ids=str
 )
-def test_no_order_of_events_breaks_it(seeds: range) -> None:
+@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
+def test_no_order_of_events_breaks_it(seeds: range, small: bool) -> None:
     for seed in seeds:
-        check(seed)
+        check(seed, small=small)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +217,57 @@ def test_notices_wrong_tiles_of_windows(edit: tuple[str, str]) -> None:
     def check_many() -> None:
         for seed in range(200):
             check(seed, edit, window=(40, 300)[seed % 2])
+
+    with pytest.raises(AssertionError):
+        check_many()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        # Waits, and phases of places.
+        ("mbarrier.wait(q_ready.index(0), 0)", "pass"),
+        ("mbarrier.wait(places.k_ready.index(0), 0)", "pass"),
+        ("mbarrier.wait(places.k_ready.index(slot), step // STAGES & 1)", "pass"),
+        ("mbarrier.wait(places.v_ready.index(0), (step - 1) & 1)", "pass"),
+        ("(step - 1) & 1", "step & 1"),
+        # Copies ahead of the matmuls that read their places, and of other steps.
+        ("step + STAGES, step + 1, STAGES", "step + STAGES, step + 2, STAGES"),
+        ("step + STAGES, step + 1, STAGES", "step + STAGES - 1, step + 1, STAGES"),
+        ("1 if early == 1 else 0", "early"),
+        ("STAGES, 0, STAGES, BLOCK_K", "STAGES, 2, STAGES, BLOCK_K"),
+        ("o, p, s, shrink = warpgroup_mma_wait(0,", "o, p, s, shrink = warpgroup_mma_wait(1,"),
+        ("s = warpgroup_mma_wait(0, deps=[s])", "pass"),
+        # Keys and values that no step takes, and some that never come.
+        ("keys_of < num_key_tiles", "keys_of <= num_key_tiles"),
+        ("values_of <= num_key_tiles", "values_of < num_key_tiles"),
+        ("tiles.stop - values_of", "tiles.stop - 1 - values_of"),
+    ],
+    ids=lambda edit: edit[1][:60],
+)
+def test_notices_what_small_programs_lack(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for seed in range(200):
+            check(seed, edit, small=True)
+
+    with pytest.raises(ProtocolError):
+        check_many()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("gl.maximum(tiles.stop - tiles.unmasked_start, 1)", "num_key_tiles"),
+        ("gl.maximum(tiles.stop - tiles.unmasked_stop, 1)", "1"),
+        ("tile = tiles.stop - 1 - step", "tile = tiles.stop - step"),
+        ("tiles.stop - 1 - keys_of", "num_key_tiles - 1 - keys_of"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_wrong_tiles_of_small_programs(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for seed in range(200):
+            check(seed, edit, window=(40, 300)[seed % 2], small=True)
 
     with pytest.raises(AssertionError):
         check_many()
