@@ -70,7 +70,7 @@ class Variant:
     softcap: float = 0.0
     unmasked: bool = True
     """Whether the backward kernel has a loop without a mask."""
-    turned: str = "none"
+    order: str = "none"
     """As ``ORDER`` of the backward kernel."""
     apart: bool = False
     """Whether the backward kernel adds halves of a turn apart, of 128 columns."""
@@ -107,7 +107,7 @@ def compile_variant(variant: Variant) -> Any:
         "APART": variant.apart and columns.stored == 128,
         "ROLLED": columns.main == 128 and variant.is_rolled,
         "UNMASKED": variant.unmasked,
-        "ORDER": variant.turned,
+        "ORDER": variant.order,
         "SHARED": variant.shared,
         "ONTO": variant.onto,
         "CAUSAL": variant.causal,
@@ -233,11 +233,11 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     ]
     if kernel == "backward":
         variants.append(replace(variants[0], shared=True))
-        variants.append(replace(variants[0], turned="heads", apart=True))
-        variants.append(replace(variants[0], turned="keys", apart=True))
+        variants.append(replace(variants[0], order="heads", apart=True))
+        variants.append(replace(variants[0], order="keys", apart=True))
         if head_dim <= 128:
-            variants.append(replace(variants[0], turned="bands", apart=True, shared=True))
-            variants.append(replace(variants[0], turned="halves", apart=True, shared=True))
+            variants.append(replace(variants[0], order="bands", apart=True, shared=True))
+            variants.append(replace(variants[0], order="halves", apart=True, shared=True))
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))
     else:
@@ -317,6 +317,9 @@ def main() -> int:
     words = sys.argv[1:]
     variants_of = masked_variants if "masks" in words else plain_variants
     kernels = [x for x in words if not x.isdigit() and x != "masks"] or list(KERNELS)
+    if unknown := [x for x in kernels if x not in KERNELS]:
+        print(f"compile_hopper: no kernel {unknown[0]}: {', '.join(KERNELS)}", file=sys.stderr)
+        return 2
     head_dims = [int(word) for word in words if word.isdigit()] or [64, 128]
     for kernel in kernels:
         for head_dim in head_dims:
@@ -338,9 +341,9 @@ def main() -> int:
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'shared' if variant.shared else '':<7}"
-                    f"{'turned' if variant.turned == 'heads' else '':<7}"
-                    f"{'in part' if variant.turned == 'keys' else '':<8}"
-                    f"{variant.turned if variant.turned in ('bands', 'halves') else '':<7}"
+                    f"{'turned' if variant.order == 'heads' else '':<7}"
+                    f"{'in part' if variant.order == 'keys' else '':<8}"
+                    f"{variant.order if variant.order in ('bands', 'halves') else '':<7}"
                     f"{'onto' if variant.onto else '':<5}"
                     f"{variant.size.name:<5}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"

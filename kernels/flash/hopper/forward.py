@@ -319,8 +319,8 @@ def raise_reference(s, reference, scale_log2, LAZY: gl.constexpr, MASKED: gl.con
         no key yet (-inf - -inf is not a number); and the factor by which what was accumulated
         before has to shrink.
     """
-    # Maximum and choice, between product and difference, keep the compiler from joining these in
-    # one instruction that does not round: then a reference that stays gives a factor of exactly 1.
+    # The maximum, or the choice, stands between a product and a difference, which the compiler else
+    # joins in one instruction that does not round: so a reference that stays gives exactly 1.
     largest = row_max(s) * scale_log2
     if LAZY:
         new_reference = gl.where(largest > reference + GROWTH, largest, reference)
@@ -394,7 +394,7 @@ def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr):
     BLOCK_K: gl.constexpr = k_tile.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     s = warpgroup_mma(
-        columns(q_tile, 0, MAIN) if TAIL > 0 else q_tile,
+        columns(q_tile, 0, MAIN),
         columns(k_tile, 0, MAIN).permute((1, 0)),
         gl.zeros([ROWS, BLOCK_K], gl.float32, LAYOUT),
         use_acc=False,

@@ -88,7 +88,7 @@ def fill(
     slot = keys_of % STAGES
     has_keys = keys_of < num_key_tiles
     has_values = (values_of > 0) & (values_of <= num_key_tiles)
-    # Both expectations, then both copies: between such two Triton has all warps meet.
+    # Triton has all warps meet between an expectation and a copy: so both of a kind stand together.
     mbarrier.expect(places.k_ready.index(slot), inputs.k.block_type.nbytes, pred=has_keys)
     mbarrier.expect(places.v_ready.index(0), inputs.v.block_type.nbytes, pred=has_values)
     tma.async_copy_global_to_shared(

@@ -231,10 +231,10 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     heads_turned = schedule.heads_turned(problem)
     bands = _bands(problem, onto=onto)
     heads, num_key_tiles, _ = schedule.backward_grid(problem)
-    turned = "keys" if keys_turned else "heads" if heads_turned else "none"
+    order = "keys" if keys_turned else "heads" if heads_turned else "none"
     num_programs = num_key_tiles
     if bands is not None:
-        turned = "halves" if bands.turned else "bands"
+        order = "halves" if bands.turned else "bands"
         num_programs = bands.programs(num_key_tiles)
     by_width = {}
     if width <= 128:
@@ -247,7 +247,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         (heads * num_programs, 1, 1),
         {
             "STAGES": chosen.stages,
-            "ORDER": turned,
+            "ORDER": order,
             "SHARED": num_parts > 1 or bands is not None,
             "ONTO": onto,
             **by_width,

@@ -105,7 +105,7 @@ def has_unmasked_turns(causal: bool, window: int | None) -> bool:
 
 
 def size_of_program(problem: Problem) -> ProgramSize:
-    """The consumers and query tiles of a program of the forward pass.
+    """How large a program of the forward pass is.
 
     The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
     Shared memory has no room for the next queries of more than 128 columns. Costs were measured

@@ -160,6 +160,13 @@ def test_heads_take_turns(heads_at_once: int) -> None:
     assert places == wanted
 
 
+def check_many(
+    edit: tuple[str, str], windows: tuple[int | None, ...] = (None,), *, small: bool = False
+) -> None:
+    for seed in range(200):
+        check(seed, edit, windows[seed % len(windows)], small=small)
+
+
 # What is taken away below is noticed in the first ten.
 @pytest.mark.parametrize(
     "seeds", [range(25), pytest.param(range(25, 50), marks=pytest.mark.exhaustive)], ids=str
@@ -193,12 +200,8 @@ def test_no_order_of_events_breaks_it(seeds: range, small: bool) -> None:
     ids=lambda edit: edit[0][:40],
 )
 def test_notices_what_is_taken_away(edit: tuple[str, str]) -> None:
-    def check_many() -> None:
-        for seed in range(200):
-            check(seed, edit)
-
     with pytest.raises(ProtocolError):
-        check_many()
+        check_many(edit)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +217,8 @@ def test_notices_what_is_taken_away(edit: tuple[str, str]) -> None:
     ids=lambda edit: edit[0][:40],
 )
 def test_notices_wrong_tiles_of_windows(edit: tuple[str, str]) -> None:
-    def check_many() -> None:
-        for seed in range(200):
-            check(seed, edit, window=(40, 300)[seed % 2])
-
     with pytest.raises(AssertionError):
-        check_many()
+        check_many(edit, windows=(40, 300))
 
 
 @pytest.mark.parametrize(
@@ -246,12 +245,8 @@ def test_notices_wrong_tiles_of_windows(edit: tuple[str, str]) -> None:
     ids=lambda edit: edit[1][:60],
 )
 def test_notices_what_small_programs_lack(edit: tuple[str, str]) -> None:
-    def check_many() -> None:
-        for seed in range(200):
-            check(seed, edit, small=True)
-
     with pytest.raises(ProtocolError):
-        check_many()
+        check_many(edit, small=True)
 
 
 @pytest.mark.parametrize(
@@ -265,9 +260,5 @@ def test_notices_what_small_programs_lack(edit: tuple[str, str]) -> None:
     ids=lambda edit: edit[0][:40],
 )
 def test_notices_wrong_tiles_of_small_programs(edit: tuple[str, str]) -> None:
-    def check_many() -> None:
-        for seed in range(200):
-            check(seed, edit, window=(40, 300)[seed % 2], small=True)
-
     with pytest.raises(AssertionError):
-        check_many()
+        check_many(edit, windows=(40, 300), small=True)
