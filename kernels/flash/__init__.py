@@ -5,8 +5,9 @@ Four rooms, each of which imports only those before it:
 - ``call``: the arguments of a call, and the facts that follow from them.
 - ``any_gpu``: FlashAttention-2 in Triton for any CUDA GPU. Read ``tiles`` (what a tile is),
   ``forward``, ``backward``, ``configs`` (tile sizes), ``chunks`` (calls of few tiles), ``launch``.
-- ``hopper``: FlashAttention in Gluon for compute capability 9.0. Read ``tiles``, ``forward``,
-  ``forward_small`` (several programs on a multiprocessor), ``backward``, ``rows`` (kernels around
+- ``hopper``: FlashAttention in Gluon for compute capability 9.0. Read ``tiles``,
+  ``forward_tile`` (what both forward kernels compute of a tile), ``forward``, ``forward_small``
+  (several programs on a multiprocessor), ``backward``, ``rows`` (kernels around
   the backward pass), ``program_size`` and ``schedule`` (how the work is cut up), ``plans``,
   ``launch``. docs/kernels.md has diagrams of the first and the backward one.
 - this one: ``dispatch`` (chooses an implementation), ``operator`` (entry points, also for

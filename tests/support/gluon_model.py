@@ -413,6 +413,7 @@ def run_program(
     # Triton exists for Linux alone, and who imports this file may have to skip.
     from kernels.flash.hopper import forward as hopper_forward
     from kernels.flash.hopper import forward_small as hopper_small
+    from kernels.flash.hopper import forward_tile as hopper_tile
     from kernels.flash.hopper import tiles as hopper_tiles
 
     machine = Machine(seed, (program, sequence), grid)
@@ -426,7 +427,7 @@ def run_program(
         "columns": lambda tile, *_: tile,
         "masked": lambda s, tile, *_: replace(s, masked_as=tile),
         "row_sums_by_thread": ANYTHING,
-        "LAZY_COLUMNS": hopper_forward.LAZY_COLUMNS.value,
+        "LAZY_COLUMNS": hopper_tile.LAZY_COLUMNS.value,
         "rescale": lambda o, *_: o,
         "raise_reference": lambda *_: (ANYTHING, ANYTHING, ANYTHING),
         "softmax_step": lambda s, *_: (s, ANYTHING),
@@ -434,11 +435,11 @@ def run_program(
         "from_words": lambda words, *_: words,
     }
     names |= tile_names()
-    structures = ("Inputs", "Shared", "Head", "Outputs", "Progress")
-    names |= {name: getattr(hopper_forward, name) for name in structures}
+    names |= {name: getattr(hopper_tile, name) for name in ("Inputs", "Head", "Outputs")}
+    names |= {name: getattr(hopper_forward, name) for name in ("Shared", "Progress")}
     load(names, hopper_tiles, ("sequence", "offsets", "key_tiles"), edit)
     shared = ("place_in_order", "query_tile", "start_scores", "finish")
-    load(names, hopper_forward, shared, edit)
+    load(names, hopper_tile, shared, edit)
     program_size: tuple[int, ...] = ()
     if consumers == 1:
         names |= {name: getattr(hopper_small, name) for name in ("Places", "Progress")}

@@ -84,19 +84,20 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
         edit: a line of the first three's source, and what to put in its place.
     """
     # Triton exists for Linux alone, and who imports this file may have to skip.
-    from kernels.flash.hopper import forward, tiles
+    from kernels.flash.hopper import forward_tile, tiles
 
     names: dict[str, Any] = {
         "gl": Language(),
         "row_max": lambda x: x.amax(1),
         "row_sums_by_thread": lambda x: x.sum(1, keepdim=True),
-        "GROWTH": forward.GROWTH.value,
+        "GROWTH": forward_tile.GROWTH.value,
         **tile_names(),
     }
     load(names, tiles, ("offsets", "key_tiles", "key_bounds", "hide"), edit)
     # PyTorch's tensors have no layout to ask for.
-    functions = ("raise_reference", "softmax_step", "place_in_order", "capped")
-    load(names, forward, functions, (".type.layout", ""))
+    functions = ("raise_reference", "softmax_step", "place_in_order")
+    load(names, forward_tile, functions, (".type.layout", ""))
+    load(names, tiles, ("capped",), (".type.layout", ""))
     return SimpleNamespace(**names)
 
 

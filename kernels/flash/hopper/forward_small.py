@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.flash.hopper.forward import (
+from kernels.flash.hopper.forward_tile import (
     Head,
     Inputs,
     Outputs,

@@ -112,16 +112,20 @@ class SmallCosts:
 
 # Fitted on an H200 to 23 times of 16 to 96 heads of 512 to 16,384 tokens with a causal mask, as
 # ratios to the times that COSTS predicts of programs of one tile of 128 queries: within 10%, in the
-# median 2%. Without a mask nothing was fitted: of the one call that was measured, 64 heads of 4,096
-# tokens and 64, they leave 5%. In windows only of 128 and 1,024 keys, as ratios to programs of four
-# tiles; how much faster few small programs are there was not measured, and is taken from plain
-# masks (benchmarks.program_size; docs/kernels.md).
+# median 2%. In windows only of 128 and 1,024 keys, as ratios to programs of four tiles; how much
+# faster few small programs are there is taken from plain masks, and for five calls that were
+# measured later it chose the best (benchmarks.program_size; docs/kernels.md).
 SMALL_COSTS = {
     (64, 64): SmallCosts(launch=1.4, program=3.0, key_tile=1.06, speedup=1.74),
     (64, 128): SmallCosts(launch=2.8, program=2.8, key_tile=1.46, speedup=1.9),
     (128, 64): SmallCosts(launch=1.5, program=0.8, key_tile=1.35, speedup=1.45),
 }
 """Costs by padded head dim and keys of a key tile."""
+
+UNMASKED = 0.95
+"""Share of their predicted time that small programs take without a mask: 0.94 in the median of
+twelve times, each as a ratio to 2x1's. With 0.95 the choice was within 2% of the best for all of
+six calls at 64 (docs/kernels.md)."""
 
 SMALL_COSTS_IN_WINDOWS = {
     (64, 64): SmallCosts(launch=1.5, program=5.6, key_tile=1.19, speedup=1.74),
@@ -159,7 +163,7 @@ def size_of_program(
 
     Args:
         heads: query heads, over the whole batch.
-        heads_at_once: as forward.place_in_order has them.
+        heads_at_once: as forward_tile.place_in_order has them.
         block_d: padded head dim, one of COSTS.
         window: keys that a query sees, as :class:`kernels.problem.Mask` has it.
         processors: of the GPU.
@@ -200,7 +204,8 @@ def predicted_us(
     """Microseconds of the forward pass with programs of this size."""
     if size.is_small:
         small_costs = SMALL_COSTS if window is None else SMALL_COSTS_IN_WINDOWS
-        return _small_us(
+        share = 1.0 if causal or window is not None else UNMASKED
+        return share * _small_us(
             small_costs[block_d, size.key_tile],
             key_tile_counts(q_len, kv_len, causal, window, ROWS, size.key_tile),
             heads,
@@ -267,7 +272,7 @@ def key_tile_counts(
 
 
 def programs(num_tiles: int, tiles: int, causal: bool) -> list[list[int]]:
-    """The query tiles of a head's programs, as :func:`forward.query_tile` has them."""
+    """The query tiles of a head's programs, as :func:`forward_tile.query_tile` has them."""
     num_programs = -(-num_tiles // tiles)
     found = []
     for program in range(num_programs):
@@ -285,7 +290,7 @@ def programs(num_tiles: int, tiles: int, causal: bool) -> list[list[int]]:
 
 
 def makespan(durations: list[float], heads: int, heads_at_once: int, processors: int) -> float:
-    """When the last of the programs ends, which start in order (forward.place_in_order)."""
+    """When the last of the programs ends, which start in order (forward_tile.place_in_order)."""
     ends = [0.0] * processors
     for first_head in range(0, heads, heads_at_once):
         width = min(heads_at_once, heads - first_head)

@@ -130,7 +130,7 @@ def size_of_program(problem: Problem) -> ProgramSize:
 
 
 def forward_heads_at_once(problem: Problem) -> int:
-    """The number of heads whose forward programs take turns (forward.place_in_order).
+    """The number of heads whose forward programs take turns (forward_tile.place_in_order).
 
     Under a causal mask they leave short programs for the end, and their keys and values should stay
     in the L2 cache: a third of it, and a power of two as in :func:`heads_at_once`. More than 16
