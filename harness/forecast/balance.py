@@ -38,6 +38,12 @@ def busiest(attention: SequenceParallelAttention, problem: AttentionProblem) -> 
     return _of_layout(attention.layout(ranks), mask, gathers=gathers)
 
 
+def in_turns(attention: object) -> bool:
+    """Whether ranks attend to each other's keys one part after another."""
+    splits_heads = isinstance(attention, SplitsHeads) and not isinstance(attention, SplitsGroups)
+    return not splits_heads and not getattr(attention, "gathers", False)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Share:
     """A mask's window and prefix, as shares of the sequence."""

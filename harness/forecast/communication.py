@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from statistics import median
 from typing import TYPE_CHECKING
 
 from harness.cases.case import Case
 from harness.cases.precision import DTYPE_BYTES
+from harness.forecast.balance import in_turns
 from harness.forecast.calibration import Exposure
 from harness.forecast.schedule import Exchange
 from harness.predictions import training
@@ -52,6 +55,9 @@ HANDS_ON = "send_recv"
 SENDS_SUMS = ("send_recv", "all_gather")
 """Transports that send gradients of keys in float32. Where ranks read other ranks' memory, as by
 ``auto`` on a host with NVLink, and where heads are exchanged, these are in the keys' dtype."""
+
+UNMEASURED_LAUNCHES = {"forward": 8.0, "backward": 16.0}
+"""Of a layer for each rank that shares a sequence, where no call of the scheme was measured."""
 
 HIDING = 0.9
 """Share of the passes behind which communication can hide: it begins with the second unit."""
@@ -192,7 +198,7 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
     Attention to the keys at hand hides those that come; the last gradients leave when it has ended.
     """
     assert case.model is not None, "training steps have a model"
-    model, cp = case.model, case.parallel.cp
+    model = case.model
     heads = model.kv_heads // case.parallel.tp
     element = DTYPE_BYTES[case.precision.compute]
     keys = 2 * case.batch_size * case.seq_len * heads * model.head_dim * element
@@ -206,7 +212,7 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
             visible_ms=CONTEXT_VISIBLE * total,
             hidden_ms=(1 - CONTEXT_VISIBLE) * total,
             error_ms=0.5 * total,
-            launches=8.0 * cp * model.num_layers,
+            launches=model.num_layers * _launches_of_keys(machine, case, phase),
             note=note,
         )
     if _trains(case):
@@ -219,9 +225,30 @@ def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
             visible_ms=total,
             hidden_ms=0.0,
             error_ms=0.5 * total,
-            launches=8.0 * cp * model.num_layers,
             note=note,
         )
+
+
+def split_host_law(case: Case, phase: str) -> str:
+    """Under which name a calibration has the host's time for a pass of split attention."""
+    transport = getattr(case.attention, "transport", "")
+    return f"split_host/{case.attention.name}/{transport}/{phase}"
+
+
+def _launches_of_keys(machine: Machine, case: Case, phase: str) -> float:
+    """The host's time of one layer's split attention, in launches.
+
+    By calls of the same scheme, where some were measured, among the closest number of ranks. Where
+    keys come one part after another, it grows with the parts, of which each rank has one.
+    """
+    cp = case.parallel.cp
+    observed = machine.split_host_ms(case, phase)
+    if not observed:
+        return UNMEASURED_LAUNCHES[phase] * cp
+    closest = min(observed, key=lambda ranks: abs(math.log(ranks / cp)))
+    in_parts = cp / closest if in_turns(case.attention) else 1.0
+    us = median(observed[closest]) * in_parts * 1e3
+    return us / max(machine.host_us()[phase], 1.0)
 
 
 def _by_formula(case: Case) -> str:

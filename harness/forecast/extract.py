@@ -9,6 +9,7 @@ from typing import Any, cast
 import pandas as pd
 
 from harness.cases.case import Case
+from harness.forecast.communication import split_host_law
 from harness.forecast.law import Observation, Shape
 from harness.forecast.masks import attention_shape, computes_all
 from harness.forecast.operations import Sizes, backward, forward, optimizer, sizes_of
@@ -83,9 +84,14 @@ def _attention(row: dict[str, Any], source: int) -> Found:
     plain = row["layout"] == "dense" and row["rotary"] == "none" and bool(row["causal"])
     if not plain or row["phase"] not in ("forward", "backward") or bool(row["cuda_graph"]):
         return
-    if row["cp"] > 1 or (pd.notna(row["kv_len"]) and row["kv_len"] != row["seq_len"]):
+    if pd.notna(row["kv_len"]) and row["kv_len"] != row["seq_len"]:
         return
     case = Case.from_dict(row["case"])
+    if row["cp"] > 1:
+        if pd.notna(row["host_ms"]):
+            law = split_host_law(case, row["phase"])
+            yield from _observed(law, row["host_ms"], source, (float(row["cp"]),))
+        return
     if case.attention_variant.sinks:
         # What they add is a term of its own, and no law of a kernel.
         return
