@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 import harness
 from harness.forecast import build, steps
 from harness.forecast.machines import GAPS, Machine
+from harness.forecast.measured import MeasuredStep, of_frame
 from harness.forecast.prediction import WAITING
-from harness.forecast.steps import MeasuredStep
 from harness.paths import ROOT
 from harness.render.figure import STYLE
 
@@ -96,7 +96,7 @@ def is_asked(step: MeasuredStep, asked: tuple[str, str, str, int]) -> bool:
 
 def main(asked: tuple[tuple[str, str, str, int], ...], target: Path | None = None) -> None:
     frame = harness.load(ROOT / "results" / "h200")
-    plain, measured = build.kernels("h200", frame), steps.of_frame(frame)
+    plain, measured = build.kernels("h200", frame), of_frame(frame)
     for wanted in asked:
         step = next(step for step in measured if is_asked(step, wanted))
         alike = {one.case_id for one in measured if one.row["model"] == wanted[0]}

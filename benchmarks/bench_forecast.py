@@ -22,8 +22,8 @@ import harness
 from harness.cases.case import label
 from harness.forecast import build, steps
 from harness.forecast.machines import Machine
+from harness.forecast.measured import MeasuredStep, of_frame
 from harness.forecast.prediction import StepPrediction
-from harness.forecast.steps import MeasuredStep
 from harness.paths import ROOT
 from harness.recommend.answer import TIED
 from models.accounting import forward_flops
@@ -86,7 +86,7 @@ def is_like(step: MeasuredStep, group: str, first: MeasuredStep) -> bool:
 def scored(results: Path) -> list[Scored]:
     """Every step but those that tell the speed of a host."""
     frame = harness.load(results)
-    plain, measured = build.kernels("h200", frame), steps.of_frame(frame)
+    plain, measured = build.kernels("h200", frame), of_frame(frame)
     whole = Machine(steps.completed(plain, measured))
     hosts = {step.case_id for step, _ in steps.calibrating_hosts(whole, measured).values()}
     groups: dict[str, list[MeasuredStep]] = defaultdict(list)

@@ -14,7 +14,7 @@ import psutil
 import harness
 from harness.cases.case import Case
 from harness.cases.hardware import find_hardware
-from harness.forecast import extract, steps
+from harness.forecast import extract, measured, steps
 from harness.forecast.calibration import Calibration
 from models.variants import PLAIN
 
@@ -30,10 +30,10 @@ def build(name: str, results: Path, *, sweep: str | None = None) -> Calibration:
     Raises ValueError in one line where its records do not suffice to predict a step.
     """
     found = from_frame(name, harness.load(results, sweep=sweep))
-    for law, measured in (("matmul/", "matrix product"), ("elementwise/", "profiled step")):
+    for law, record in (("matmul/", "matrix product"), ("elementwise/", "profiled step")):
         if not any(known.startswith(law) for known in found.observations):
             raise ValueError(
-                f"{results}: no step can be predicted without a record of a {measured}; "
+                f"{results}: no step can be predicted without a record of a {record}; "
                 f"attnbench sweeps=calibration results={results} measures some"
             )
     return found
@@ -41,7 +41,7 @@ def build(name: str, results: Path, *, sweep: str | None = None) -> Calibration:
 
 def from_frame(name: str, frame: pd.DataFrame) -> Calibration:
     """The calibration that the records of a frame give."""
-    return steps.completed(kernels(name, frame), steps.of_frame(frame))
+    return steps.completed(kernels(name, frame), measured.of_frame(frame))
 
 
 def kernels(name: str, frame: pd.DataFrame) -> Calibration:

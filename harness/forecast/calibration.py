@@ -45,7 +45,10 @@ class Exposure:
     visible: float | None
     """None where no step of it kept its device busy."""
     launches: float | None
-    """Launches' worth of the host's time for each tensor of the model; None likewise."""
+    """Launches' worth of the host's time for each tensor of the model, from the backward pass on;
+    None where no step of it waited for its host."""
+    forward_launches: float | None = None
+    """The same in the forward pass, which some strategies gather parameters in."""
     follows: float | None = None
     """Share of its own time that begins after the backward pass and hides behind nothing."""
 

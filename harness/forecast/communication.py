@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 25 * 2**20
 """Size of one message of gradients, where a strategy does not say."""
 
-USUAL = Exposure(strategy="", matmul="", visible=0.8, launches=None)
+USUAL = 0.8
 """What communication adds under an unmeasured strategy, in the middle of those that were."""
 
 NONE = "none"
@@ -113,6 +113,15 @@ def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchan
         inside = whole - machine.between_hosts_ms(case)
         waits = max(0.0, whole - HIDING * compute_ms) if visible < 1 else whole
         visible = max(visible * max(inside, 0.0), waits) / whole
+    if exposure.forward_launches and traffic:
+        yield Exchange(
+            name=f"communication ({traffic[0][0]})",
+            phase="forward",
+            visible_ms=0.0,
+            hidden_ms=0.0,
+            error_ms=0.0,
+            launches=exposure.forward_launches * num_tensors(case),
+        )
     for name, total, note in traffic:
         if not exposure.strategy:
             note = f"{case.parallel.name} was not measured"
@@ -140,19 +149,27 @@ def _exposure(machine: Machine, case: Case) -> Exposure:
     alike.sort(key=lambda item: item.matmul != peak)
     follows = next((item.follows for item in alike if item.follows is not None), None)
     known = [item for item in alike if item.visible is not None]
-    visible = known[0].visible if known else USUAL.visible
+    visible = known[0].visible if known else USUAL
     if follows is not None:
         visible = follows
     elif peak == CUDA_CORES and not any(item.matmul == peak for item in known):
-        visible = min(1.0, CHANNELS / machine.calibration.num_sms)
-    launches = next((item.launches for item in alike if item.launches is not None), None)
+        visible = usual_visible(machine, peak)
+    bound = next((item for item in alike if item.launches is not None), None)
     return Exposure(
         strategy=case.parallel.name if alike else "",
         matmul=peak,
         visible=visible,
-        launches=_launches(machine, case) if launches is None else launches,
+        launches=_launches(machine, case) if bound is None else bound.launches,
+        forward_launches=None if bound is None else bound.forward_launches,
         follows=follows,
     )
+
+
+def usual_visible(machine: Machine, matmul: str) -> float:
+    """What communication adds under an unmeasured strategy, as a share of its own time."""
+    if matmul == CUDA_CORES:
+        return min(1.0, CHANNELS / machine.calibration.num_sms)
+    return USUAL
 
 
 def _launches(machine: Machine, case: Case) -> float:

@@ -10,13 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, cast
 
-import pandas as pd
-
-from harness.cases.case import Case
-from harness.forecast import communication, schedule
-from harness.forecast.calibration import Calibration, Exposure, HostSpeed
+from harness.forecast.calibration import Calibration, HostSpeed
+from harness.forecast.exposures import exposures
 from harness.forecast.machines import (
     GAPS,
     UNFUSED,
@@ -26,18 +22,13 @@ from harness.forecast.machines import (
     compiled_launches_name,
     is_captured,
 )
-from harness.forecast.prediction import WAITING
-from models.variants import PLAIN
+from harness.forecast.measured import UNSTEADY, MeasuredStep, is_plain
 
 HOST_BOUND = 1.25
 """Measured over predicted time of the device above which a step has waited for its host."""
 
 PHASES = ("forward", "backward", "optimizer")
 """In the order in which a host enqueues them."""
-
-FOLLOWS = 0.3
-"""Share of communication's own time that a step waits for after its backward pass, above which a
-strategy is one that begins then."""
 
 LAUNCHED_LAST = 0.5
 """Share of a phase's time on the device that is launched at its end, above which it tells nothing
@@ -47,64 +38,8 @@ BUSY = 1.1
 """Measured time over that of kernels below which a device was nearly always busy."""
 
 
-UNSTEADY = {"spread", "bimodal", "busy", "drift"}
-"""Marks of steps whose time is not one number."""
-
 LOADED = 0.5
 """Of all that load may cost, from where on a step tells it."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class MeasuredStep:
-    """A recorded case of task=train_step."""
-
-    case_id: str
-    case: Case
-    phases_ms: dict[str, float]
-    """Medians; ``step`` is the whole."""
-    device_ms: dict[str, float]
-    """What the device took of each phase, where that was measured by itself."""
-    host: str
-    """What tells hosts apart: processors, and the boot or the revision that they measured."""
-    profile: dict[str, Any] | None
-    row: dict[str, Any]
-
-    @property
-    def ms(self) -> float:
-        return self.phases_ms["step"]
-
-
-def of_frame(frame: pd.DataFrame) -> list[MeasuredStep]:
-    """Every measured training step with causal attention and nothing besides."""
-    rows = frame[(frame["task"] == "train_step") & (frame["status"] == "ok")]
-    found = []
-    for case_id, group in rows.groupby("case_id", sort=False):
-        row = cast("dict[str, Any]", group[group["phase"] == "step"].iloc[0].to_dict())
-        case = Case.from_dict(row["case"])
-        if case.attention_variant != PLAIN:
-            continue
-        profile = row["kernel_profile"]
-        found.append(
-            MeasuredStep(
-                case_id=str(case_id),
-                case=case,
-                phases_ms=dict(zip(group["phase"], group["median_ms"], strict=True)),
-                device_ms=dict(group.dropna(subset=["device_ms"])[["phase", "device_ms"]].values),
-                host=_host(row),
-                profile=profile if isinstance(profile, dict) else None,
-                row=row,
-            )
-        )
-    return found
-
-
-def _host(row: dict[str, Any]) -> str:
-    machine = row["machine"]
-    if machine is None or not hasattr(machine, "num_cpus"):
-        return "unknown"
-    # Where no boot is recorded, a revision was measured in one go.
-    when = f"boot {machine.boot}" if machine.boot else f"revision {row['revision']}"
-    return f"{machine.cpu_model}, {machine.num_cpus} processors, {when}"
 
 
 def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
@@ -120,7 +55,7 @@ def completed(plain: Calibration, steps: Sequence[MeasuredStep]) -> Calibration:
     known = replace(known, factors={**known.factors, **_compiled(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_checkpointed(Machine(known), steps)})
     known = replace(known, factors={**known.factors, **_captured(Machine(known), captured)})
-    known = replace(known, exposures=tuple(_exposures(Machine(known), steps)))
+    known = replace(known, exposures=tuple(exposures(Machine(known), steps)))
     added = [
         {"id": name, "revision": revisions[name]} for name in list(sources)[len(plain.records) :]
     ]
@@ -150,7 +85,7 @@ def _hosts(
         # Of what hosts took for the phases before follows how far ahead of the device they were.
         timed: dict[str, list[LaunchTime]] = defaultdict(list)
         for step in steps:
-            if step.host in chosen and _is_plain(step):
+            if step.host in chosen and is_plain(step):
                 known = launch_times(machine, step, speeds[step.host])
                 timed[step.host] += [one for one in known if one.phase == phase]
         waits = [[one.us for one in times if one.waited] for times in timed.values()]
@@ -225,20 +160,13 @@ def _middle(values: Sequence[float]) -> float:
     return math.exp(median(map(math.log, values)))
 
 
-def _is_plain(step: MeasuredStep) -> bool:
-    """Whether it is a whole step of one GPU that PyTorch runs operator by operator."""
-    case = step.case
-    plain = case.world_size == 1 and not case.compiles and case.checkpoint is None
-    return plain and case.device != "cpu" and "optimizer" in step.phases_ms
-
-
 def calibrating_hosts(
     machine: Machine, steps: Sequence[MeasuredStep]
 ) -> dict[str, tuple[MeasuredStep, bool]]:
     """The step that tells the speed of each host, and whether it waited for it."""
     best: dict[str, tuple[float, MeasuredStep, bool]] = {}
     for step in steps:
-        if not _is_plain(step):
+        if not is_plain(step):
             continue
         phases = machine.enqueued(step.case)
         device = sum(phase.device_ms for phase in phases[:2])
@@ -329,7 +257,7 @@ def _load(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
     costs = []
     for step in steps:
         case, host = step.case, machine.host_us(step.host)
-        if not _is_plain(step) or UNSTEADY & set(step.row["disturbed"] or ()):
+        if not is_plain(step) or UNSTEADY & set(step.row["disturbed"] or ()):
             continue
         phases = machine.enqueued(case)
         load = machine.load(case, at_full_clocks(phases, (), host))
@@ -340,53 +268,3 @@ def _load(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
         if load > LOADED and host_ms < device_ms:
             costs.append((took_ms / device_ms - 1) / load)
     return {"load": round(max(0.0, median(costs)), 4)} if costs else {}
-
-
-def _exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure]:
-    """What each strategy's communication added to its steps, of the device or of the host."""
-    visible: dict[tuple[str, str], list[float]] = defaultdict(list)
-    launches: dict[tuple[str, str], list[float]] = defaultdict(list)
-    follows: dict[tuple[str, str], list[float]] = defaultdict(list)
-    plain = {_problem(step.case): step for step in steps if _is_plain(step)}
-    for step in steps:
-        case, parallel = step.case, step.case.parallel
-        if parallel.data_ranks == 1 or parallel.cp > 1 or parallel.tp > 1:
-            continue
-        host = machine.host_us(step.host)
-        load = machine.load(case, step.ms)
-        phases = machine.under_load(machine.enqueued(case), load, set())
-        alone = schedule.predict(phases, (), host, 0.0, 1.0, set())
-        total = sum(ms for _, ms, _ in communication.gradient_traffic(machine, case))
-        if not total:  # No collective operation was measured, so that nothing is told of exposure.
-            continue
-        after_ms = step.phases_ms.get("communication", 0.0)
-        key = parallel.name, case.precision.peak
-        follows[key].append(after_ms / total)
-        added = step.ms - alone.median_ms
-        if any(part.name == WAITING for part in alone.parts):
-            tensors = communication.num_tensors(case)
-            added -= after_ms
-            launches[key].append(max(0.0, added) * 1e3 / host["backward"] / tensors)
-        else:
-            if (one := plain.get(_problem(case))) is not None:
-                # What the same problem took longer than predicted is not communication.
-                added -= one.ms - machine.step(one.case, host=one.host).median_ms
-            visible[key].append(max(0.0, added) / total)
-    return [
-        Exposure(
-            strategy=name,
-            matmul=matmul,
-            visible=round(median(visible[name, matmul]), 4) if visible[name, matmul] else None,
-            launches=round(median(launches[name, matmul]), 4) if launches[name, matmul] else None,
-            follows=round(share, 4) if share > FOLLOWS else None,
-        )
-        for name, matmul in sorted({*visible, *launches})
-        for share in [median(follows[name, matmul])]
-    ]
-
-
-def _problem(case: Case) -> tuple[object, ...]:
-    """What one rank computes."""
-    assert case.model is not None, "training steps have a model"
-    named = case.model.name, case.attention.name, case.precision.name
-    return *named, case.batch_size, case.seq_len

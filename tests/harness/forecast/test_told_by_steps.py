@@ -10,7 +10,7 @@ import pytest
 from harness import forecast
 from harness.forecast import clocks, steps
 from harness.forecast.machines import Machine
-from harness.forecast.steps import MeasuredStep
+from harness.forecast.measured import MeasuredStep
 from tests.harness.forecast.test_forecast_machines import case
 
 
