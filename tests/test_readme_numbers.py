@@ -198,7 +198,7 @@ def test_strategy_scaling() -> None:
 
 def test_short_sequences() -> None:
     times = {}
-    for record in measured("short_sequences", "results/h100"):
+    for record in measured("short_sequences"):
         graph = "yes" if record.case["task"]["cuda_graph"] else "no"
         key = record.case["attention"]["name"], graph, record.case["seq_len"]
         times[key] = slowest(record, "forward_backward")
