@@ -123,14 +123,17 @@ class TestBlocks:
 # Some blocks from samples alone
 
 
+RESULTS = ROOT / "results" / "h200"
+
+
 @functools.cache
-def store(folder: str) -> dict[str, Record]:
-    return dict(RecordStore(ROOT / folder).load()[0])
+def store() -> dict[str, Record]:
+    return dict(RecordStore(RESULTS).load()[0])
 
 
-def measured(sweep: str, folder: str = "results/h200") -> Iterator[Record]:
-    for case_id in read_plan(ROOT / folder, sweep).case_ids:
-        if (record := store(folder).get(case_id)) is not None and record.status == "ok":
+def measured(sweep: str) -> Iterator[Record]:
+    for case_id in read_plan(RESULTS, sweep).case_ids:
+        if (record := store().get(case_id)) is not None and record.status == "ok":
             yield record
 
 
