@@ -44,6 +44,38 @@ class TestRates:
         record = make_record(samples_ms={"forward": [[1.0]]})
         assert reasons(record, roofs=(roof_of(tflops), record))["forward"] == expected
 
+    @pytest.mark.parametrize(("tflops", "expected"), [(98.0, []), (95.0, ["roof"])])
+    def test_a_roof_of_another_device_is_as_far_off_as_devices_are(
+        self, tflops: float, expected: list[str]
+    ) -> None:
+        record, roof, own = (
+            make_record(samples_ms={"forward": [[1.0]]}),
+            roof_of(tflops),
+            roof_of(98.0),
+        )
+        for one, host in ((record, "a"), (roof, "b"), (own, "a")):
+            one.environment["host"] = host
+        assert reasons(record, roofs=(roof,))["forward"] == expected
+        # One of its own says more.
+        assert reasons(record, roofs=(roof, own))["forward"] == ["roof"]
+
+    @pytest.mark.parametrize(
+        ("noted", "expected"),
+        [("bf16x6", []), ("ieee", ["peak", "roof"]), (None, ["peak", "roof"])],
+    )
+    def test_products_of_parts_run_on_other_units(
+        self, noted: str | None, expected: list[str]
+    ) -> None:
+        """100 TFLOP/s, where the datasheet has 67 for float32."""
+        record = make_record(samples_ms={"forward": [[1.0]]}, precision="fp32")
+        if noted is not None:
+            record.notes["float32_precision"] = noted
+        roof = make_record(
+            samples_ms={"copy": [[1.0]], "matmul": [[1.0]]}, seed=9, precision="fp32"
+        )
+        roof.work["matmul"]["flops"], roof.work["copy"]["flops"] = 50e9, None
+        assert reasons(record, roofs=(roof,))["forward"] == expected
+
     def test_a_roof_of_another_precision_says_nothing(self) -> None:
         record = make_record(samples_ms={"forward": [[1.0]]}, precision="fp16")
         assert reasons(record, roofs=(roof_of(10.0),)) == {"forward": []}
