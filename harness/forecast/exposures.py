@@ -11,7 +11,7 @@ from harness.cases.case import Case
 from harness.forecast import communication, schedule
 from harness.forecast.calibration import Exposure
 from harness.forecast.machines import Machine
-from harness.forecast.measured import UNSTEADY, MeasuredStep, is_plain, problem_of
+from harness.forecast.measured import MeasuredStep, is_one_number, is_plain, problem_of
 from harness.forecast.prediction import WAITING, StepPrediction
 
 FOLLOWS = 0.3
@@ -28,7 +28,9 @@ def exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure]
     # Where no collective operation was measured, nothing is told of exposure.
     by_strategy = _by_strategy([one for one in told if one.exchanged_ms])
     work = {key: _host_work(alike) for key, alike in by_strategy.items()}
-    plain = {problem_of(step.case): step for step in steps if is_plain(step)}
+    plain = {
+        problem_of(step.case): step for step in steps if is_plain(step) and is_one_number(step)
+    }
     found = []
     for (name, matmul), alike in sorted(by_strategy.items()):
         # A host's work is the same in every format.
@@ -36,6 +38,8 @@ def exposures(machine: Machine, steps: Sequence[MeasuredStep]) -> list[Exposure]
         host_work = next((one for one in formats if one.backward is not None), HostWork())
         shares = [_visible(machine, one, host_work, plain) for one in alike]
         known = [share for share in shares if share is not None]
+        if not known and work[name, matmul].backward is None:
+            continue
         follows = median(one.after_ms / one.exchanged_ms for one in alike)
         found.append(
             Exposure(
@@ -133,7 +137,7 @@ def _visible(
 
     None if its host hides it, or if the step's time is not one number.
     """
-    if one.waits or UNSTEADY & set(one.step.row["disturbed"] or ()):
+    if one.waits or not is_one_number(one.step):
         return None
     case = one.step.case
     tensors = communication.num_tensors(case)
@@ -149,6 +153,8 @@ def _visible(
         for phase, launches in (("forward", work.forward), ("backward", work.backward))
     ]
     enqueued = schedule.predict(one.phases, exchanges, one.host_us, 0.0, 1.0, set())
+    if any(part.name == WAITING for part in enqueued.parts):
+        return None
     added = one.step.ms - enqueued.median_ms
     if (alike := plain.get(problem_of(case))) is not None:
         # What the same problem took longer than predicted is not communication.

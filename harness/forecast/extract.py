@@ -88,7 +88,7 @@ def _attention(row: dict[str, Any], source: int) -> Found:
         return
     case = Case.from_dict(row["case"])
     if row["cp"] > 1:
-        if pd.notna(row["host_ms"]):
+        if pd.notna(row["host_ms"]) and case.attention_variant == PLAIN:
             law = split_host_law(case, row["phase"])
             yield from _observed(law, row["host_ms"], source, (float(row["cp"]),))
         return

@@ -352,20 +352,19 @@ class Machine:
     def split_host_ms(self, case: Case, phase: str) -> dict[int, list[float]]:
         """The host's milliseconds for a pass of a scheme of split attention, by number of ranks.
 
-        Of the case's transport, if that was measured, else of all of the scheme.
+        Of the case's transport, if that was measured; else of all of the scheme; else of all.
         """
         observed = self.calibration.observations
         exact = communication.split_host_law(case, phase)
-        scheme, _, _ = exact.removesuffix(f"/{phase}").rpartition("/")
-        alike = [
-            name
-            for name in observed
-            if name.startswith(f"{scheme}/") and name.endswith(f"/{phase}")
-        ]
+        kind, scheme, _, _ = exact.split("/")
         found: dict[int, list[float]] = defaultdict(list)
-        for name in [exact] if exact in observed else alike:
-            for one in observed[name]:
-                found[int(one.shapes[0][0])].append(one.ms)
+        for first in (exact, f"{kind}/{scheme}/", f"{kind}/"):
+            for name in observed:
+                if name.startswith(first) and name.endswith(f"/{phase}"):
+                    for one in observed[name]:
+                        found[int(one.shapes[0][0])].append(one.ms)
+            if found:
+                break
         return found
 
     def measured_ranks(self, collective: str, ranks: int) -> list[int]:

@@ -74,6 +74,11 @@ def is_plain(step: MeasuredStep) -> bool:
     return plain and case.device != "cpu" and "optimizer" in step.phases_ms
 
 
+def is_one_number(step: MeasuredStep) -> bool:
+    """Whether a step's time is one number, by the marks of its record."""
+    return not UNSTEADY & set(step.row["disturbed"] or ())
+
+
 def problem_of(case: Case) -> tuple[object, ...]:
     """What one rank computes."""
     assert case.model is not None, "training steps have a model"

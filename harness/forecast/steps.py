@@ -22,7 +22,7 @@ from harness.forecast.machines import (
     compiled_launches_name,
     is_captured,
 )
-from harness.forecast.measured import UNSTEADY, MeasuredStep, is_plain
+from harness.forecast.measured import MeasuredStep, is_one_number, is_plain
 
 HOST_BOUND = 1.25
 """Measured over predicted time of the device above which a step has waited for its host."""
@@ -257,7 +257,7 @@ def _load(machine: Machine, steps: Sequence[MeasuredStep]) -> dict[str, float]:
     costs = []
     for step in steps:
         case, host = step.case, machine.host_us(step.host)
-        if not is_plain(step) or UNSTEADY & set(step.row["disturbed"] or ()):
+        if not is_plain(step) or not is_one_number(step):
             continue
         phases = machine.enqueued(case)
         load = machine.load(case, at_full_clocks(phases, (), host))
