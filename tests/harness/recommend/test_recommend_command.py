@@ -16,6 +16,7 @@ from harness.commands import fits, recommend
 from harness.commands.questions import asked
 from harness.forecast import machines
 from harness.forecast.calibration import Calibration, read
+from harness.paths import ROOT
 from harness.run import local
 from harness.store.record import RecordStore
 from kernels import BACKENDS
@@ -285,3 +286,29 @@ def test_the_opening_of_fits_says_the_mask_and_counts_sinks() -> None:
     assert "384 of them sinks" in found
     assert "attention.sinks=true" in found
     assert "sinks" not in plain
+
+
+ANSWERS = re.compile(r"^`attnbench recommend ([^`]+)` answers.*:\n\n((?:> .*\n)+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        pytest.param(command, answer, id=command)
+        for page in ("README.md", "docs/recommend.md")
+        for command, answer in ANSWERS.findall((ROOT / page).read_text())
+    ],
+)
+def test_pages_quote_what_is_answered(
+    command: str, answer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where no library of attention is installed that a page did not have."""
+    # Nothing elsewhere is measured, whether a command says so or not.
+    assert recommend.main([*command.split(), f"results={tmp_path}"]) == 0
+    quoted = " ".join(line.removeprefix("> ") for line in answer.splitlines())
+    assert quoted in " ".join(capsys.readouterr().out.split())
+
+
+def test_three_answers_are_quoted() -> None:
+    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/recommend.md")]
+    assert sum(len(ANSWERS.findall(page)) for page in pages) == 3
