@@ -229,5 +229,5 @@ def _misfit_table(answer: Answer) -> Table:
     table.add_column("missing (GiB)", justify="right")
     table.add_column("fits with", overflow="fold")
     for item in answer.misfits:
-        table.add_row(item.name, f"{item.nearest.short_gib:,.3g}", item.change)
+        table.add_row(item.name, fmt.number(item.nearest.short_gib), item.change)
     return table

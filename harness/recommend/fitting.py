@@ -103,7 +103,10 @@ class Misfit:
 def misfits(
     fitting: list[Combination], others: list[Combination], machine: Machine, memory: MemoryModel
 ) -> list[Misfit]:
-    """For each strategy with combinations that do not fit, the nearest and what would change it."""
+    """For each strategy with combinations that do not fit, the nearest and what would change it.
+
+    Without strategies that fit as they are with another attention.
+    """
     found = []
     several = len({item.base.parallel.name for item in [*fitting, *others]}) > 1
 
@@ -119,6 +122,9 @@ def misfits(
         remedy = _closest([item for item in fitting if family(item) == name], nearest)
         if remedy is not None:
             change = difference(nearest.case, remedy.case)
+            if several and change == f"attention={label(remedy.base.attention)}":
+                # What is missing is the attention's: as it is, the strategy fits.
+                continue
         else:
             change = _with_more_gpus(own, machine, memory)
         found.append(

@@ -62,8 +62,8 @@ def _values(answer: Answer) -> dict[str, Any]:
                 "cells": [
                     item.name,
                     item.nearest.name,
-                    f"{item.nearest.memory_gib:,.3g}",
-                    f"{item.nearest.short_gib:,.3g}",
+                    fmt.number(item.nearest.memory_gib),
+                    fmt.number(item.nearest.short_gib),
                     item.change,
                 ]
             }

@@ -142,6 +142,18 @@ class TestFitting:
             needed = memory.peak_bytes(composed, item.remedy.accumulation, composed.checkpoint)
             assert needed <= asked.machine.usable_bytes
 
+    def test_a_strategy_that_another_attention_fits_misses_nothing(self) -> None:
+        """Of whole matrices of scores 32,768 tokens need hundreds of GiB, under any strategy."""
+
+        def named(*attention: str) -> list[str]:
+            asked = question(model="medium", seq_len=32768, gpus=4, attention=list(attention))
+            memory = MemoryModel()
+            fitting, others = fit(enumerate_combinations(asked), asked.machine, memory)
+            return [item.name for item in misfits(fitting, others, asked.machine, memory)]
+
+        assert "ddp_torch" in named("naive")
+        assert "ddp_torch" not in named("naive", "sdpa_flash")
+
 
 def compose(command: str) -> Any:
     """The one case that a command line plans."""
