@@ -125,7 +125,7 @@ SMALL_COSTS = {
 UNMASKED = 0.95
 """Share of their predicted time that small programs take without a mask: 0.94 in the median of
 twelve times at 64, each as a ratio to 2x1's, and 0.98 of four at 128. With 0.95 the choice was
-within 2% of the best for all of six calls at 64, and within 5% for four at 128 (docs/kernels.md)."""
+within 2% of the best for all of six calls at 64, within 5% for four at 128 (docs/kernels.md)."""
 
 SMALL_COSTS_IN_WINDOWS = {
     (64, 64): SmallCosts(launch=1.5, program=5.6, key_tile=1.19, speedup=1.74),
