@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from harness.analysis.machines import Machine
+from harness.cases.hardware import find_hardware
 from harness.store.record import Record
 
 OVER_ROOF = 1.01
@@ -24,8 +25,9 @@ OVER_OTHER_ROOF = 1.05
 of two is not the same. Of the records' H200s one attends at 798 TFLOP/s, head_dim 256, where
 the matmul of another reaches 781."""
 
-WHOLE = "ieee"
-"""What a kernel notes that multiplies float32 numbers as they are; others multiply their parts."""
+PARTS = {"bf16x6": ("bfloat16", 6)}
+"""How kernels that multiply float32 numbers by their parts say so: the parts' format, and how many
+products of parts one product takes."""
 
 OVER_WHOLE = 1.05
 """Parts over the whole that medians of different passes explain."""
@@ -105,10 +107,16 @@ def impossible(frame: pd.DataFrame, roofs: Roofs) -> list[list[str]]:
         index=frame.index,
         dtype=float,
     )
-    # Products of float32's parts run on other units than the device's own in float32.
-    in_parts = ~frame["float32_precision"].fillna(WHOLE).isin([WHOLE])
-    peak = frame["peak_tflops"].astype(float).mask(in_parts)
-    roof = roof.mask(in_parts)
+    peak = frame["peak_tflops"].astype(float)
+    for index in map(int, np.flatnonzero(frame["float32_precision"].isin(PARTS))):
+        # On the units of its parts, not on those of float32.
+        row = frame.iloc[index]
+        dtype, products = PARTS[row["float32_precision"]]
+        hardware = find_hardware(row["device_name"])
+        known = np.nan if hardware is None else hardware.peak_tflops.get(dtype, np.nan)
+        peak.iloc[index] = known / products
+        measured = roofs.get((row["device_name"], dtype, False), ())
+        roof.iloc[index] = highest(row["machine"], measured) / products
     reasons = {
         "time": frame["median_ms"] <= 0,
         "peak": frame["tflops"] > peak,
