@@ -57,8 +57,8 @@ SENDS_SUMS = ("send_recv", "all_gather")
 ``auto`` on a host with NVLink, and where heads are exchanged, these are in the keys' dtype."""
 
 UNMEASURED_LAUNCHES = {"forward": 27.0, "backward": 48.0}
-"""Of a layer for each rank that shares a sequence, where no split call was measured: in the middle
-of what those of two H200s take."""
+"""Of a layer for each part of the keys, where no split call was measured: in the middle of what
+those of two H200s take."""
 
 HIDING = 0.9
 """Share of the passes behind which communication can hide: it begins with the second unit."""
@@ -262,7 +262,8 @@ def _launches_of_keys(machine: Machine, case: Case, phase: str) -> float:
     cp = case.parallel.cp
     observed = machine.split_host_ms(case, phase)
     if not observed:
-        return UNMEASURED_LAUNCHES[phase] * cp
+        # Of what comes at once, as between two.
+        return UNMEASURED_LAUNCHES[phase] * (cp if in_turns(case.attention) else 2)
     closest = min(observed, key=lambda ranks: abs(math.log(ranks / cp)))
     in_parts = cp / closest if in_turns(case.attention) else 1.0
     us = median(observed[closest]) * in_parts * 1e3
