@@ -303,15 +303,19 @@ def half_turn(
     new_ds = 4 * opaque(parity)
     old_ds = 4 - new_ds
 
-    if not RESIDENT:
+    if RESIDENT:
+        mbarrier.wait(shared.do_ready.index(slot), phase)
+        dp = start_scores(v, views.do_tiles.index(slot), zeros, MAIN, TAIL)
+        delta = views.delta_tiles.index(slot).load(LINE)
+    else:
+        # Statistics first: whatever a warp reads from shared memory waits for all the matmuls that
+        # it has started, and those that it would start behind it wait, too.
         mbarrier.wait(shared.q_ready.index(slot), phase)
-        s = start_scores(k, views.q_tiles.index(slot), zeros, MAIN, TAIL)
+        mbarrier.wait(shared.do_ready.index(slot), phase)
         lse = views.lse_tiles.index(slot).load(LINE)
-    mbarrier.wait(shared.do_ready.index(slot), phase)
-    dp = start_scores(v, views.do_tiles.index(slot), zeros, MAIN, TAIL)
-    # Before the wait: reading shared memory is slow while matmuls do.
-    delta = views.delta_tiles.index(slot).load(LINE)
-    if not RESIDENT:
+        delta = views.delta_tiles.index(slot).load(LINE)
+        s = start_scores(k, views.q_tiles.index(slot), zeros, MAIN, TAIL)
+        dp = start_scores(v, views.do_tiles.index(slot), zeros, MAIN, TAIL)
         s = warpgroup_mma_wait(EACH, deps=[s])
     # With the mask as assembly more is spilled where halves are added apart: 4 x 16 heads of 4,096
     # tokens and 128 took 1.02 to 1.03 times as long.

@@ -127,6 +127,12 @@ UNMASKED = 0.95
 twelve times at 64, each as a ratio to 2x1's, and 0.98 of four at 128. With 0.95 the choice was
 within 2% of the best for all of six calls at 64, within 5% for four at 128 (docs/kernels.md)."""
 
+PACKED = {64: 1.0, 128: 1.05}
+"""By padded head dim, share of their predicted time that small programs take in packed batches, all
+sequences taken to be the longest. Of six batches each they took 0.86 to 1.01 of it at 64 and 0.96
+to 1.13 at 128, as ratios to 2x1's. The choice was within 3% of the best for thirteen of fourteen;
+with forty sequences of 300 tokens beside one of 8,192 it took 1.15 of it (docs/kernels.md)."""
+
 SMALL_COSTS_IN_WINDOWS = {
     (64, 64): SmallCosts(launch=1.5, program=5.6, key_tile=1.19, speedup=1.74),
     (64, 128): SmallCosts(launch=1.5, program=5.1, key_tile=1.71, speedup=1.9),
@@ -157,6 +163,7 @@ def size_of_program(
     causal: bool,
     window: int | None,
     processors: int,
+    packed: bool = False,
     small: bool = True,
 ) -> ProgramSize:
     """The size of programs with which the forward pass should end sooner.
@@ -167,6 +174,7 @@ def size_of_program(
         block_d: padded head dim, one of COSTS.
         window: keys that a query sees, as :class:`kernels.problem.Mask` has it.
         processors: of the GPU.
+        packed: whether the lengths are those of the longest sequences of a packed batch.
         small: whether small programs may be taken.
     """
     best_us, best = math.inf, ProgramSize(2, 1)
@@ -182,6 +190,7 @@ def size_of_program(
             causal=causal,
             window=window,
             processors=processors,
+            packed=packed,
             size=size,
         )
         if us < (1 - MARGIN) * best_us:
@@ -200,11 +209,14 @@ def predicted_us(
     window: int | None,
     processors: int,
     size: ProgramSize,
+    packed: bool = False,
 ) -> float:
     """Microseconds of the forward pass with programs of this size."""
     if size.is_small:
         small_costs = SMALL_COSTS if window is None else SMALL_COSTS_IN_WINDOWS
         share = 1.0 if causal or window is not None else UNMASKED
+        if packed:
+            share *= PACKED[block_d]
         return share * _small_us(
             small_costs[block_d, size.key_tile],
             key_tile_counts(q_len, kv_len, causal, window, ROWS, size.key_tile),

@@ -107,13 +107,14 @@ def has_unmasked_turns(causal: bool, window: int | None) -> bool:
 def size_of_program(problem: Problem) -> ProgramSize:
     """How large a program of the forward pass is.
 
-    The lengths of a packed batch are known to the GPU alone, and so is what its programs cost.
-    Shared memory has no room for the next queries of more than 128 columns. Costs were measured
-    with windows and without, but not for prefixes and caps. Small programs do not gain where some
-    columns take matmuls of their own: at head_dim 96 they took 1.11 times as long.
+    The lengths of a packed batch are known to the GPU alone: all are taken to be the longest, in
+    which most of the work is. Shared memory has no room for the next queries of more than 128
+    columns. Costs were measured with windows and without, but not for prefixes and caps. Small
+    programs do not gain where some columns take matmuls of their own: at head_dim 96 they took 1.11
+    times as long.
     """
     unmeasured = problem.asks_for() - {"window"}
-    if problem.packed or unmeasured or block_d(problem) > 128:
+    if unmeasured or block_d(problem) > 128:
         return ProgramSize(consumers=2, tiles=1)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     return program_size.size_of_program(
@@ -125,6 +126,7 @@ def size_of_program(problem: Problem) -> ProgramSize:
         causal=problem.causal,
         window=problem.window,
         processors=processors,
+        packed=problem.packed,
         small=columns(problem.head_dim).tail == 0,
     )
 

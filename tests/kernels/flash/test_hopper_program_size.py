@@ -129,6 +129,19 @@ class TestProgramSize:
         assert program_size.size_of_program(**shape).name == name
 
     @pytest.mark.parametrize(
+        ("sequences", "longest", "block_d", "name"),
+        [
+            *((16, 512, 64, "k64"), (16, 2048, 64, "k64"), (8, 4096, 64, "k128")),
+            *((8, 7168, 64, "k128"), (2, 16384, 64, "3x1"), (16, 512, 128, "k64")),
+            *((16, 2048, 128, "2x1"), (8, 4096, 128, "2x1"), (8, 7168, 128, "2x1")),
+        ],
+    )
+    def test_packed_batches(self, sequences: int, longest: int, block_d: int, name: str) -> None:
+        """Of 16 heads; the fastest, or within 3% of it, on an H200."""
+        shape = self.shape(16 * sequences, longest, block_d) | {"packed": True}
+        assert program_size.size_of_program(**shape).name == name
+
+    @pytest.mark.parametrize(
         ("heads", "tokens", "block_d", "window", "name"),
         [
             # Where the first copies and the stores are much of a program.
@@ -236,7 +249,7 @@ class TestProgramSize:
         ("packed", "forced", "size", "grid"),
         [
             (False, None, (1, 1, 64), 16),
-            (True, None, (2, 1), 8),
+            (True, None, (1, 1, 64), 16),
             (False, (2, 1), (2, 1), 8),
             (False, (2, 2), (2, 2), 4),
             (False, (3, 1), (3, 1), 6),
