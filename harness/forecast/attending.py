@@ -58,6 +58,8 @@ class Attending:
         self._is_elsewhere = is_elsewhere
         self._chosen: dict[tuple[object, ...], tuple[str, str | None]] = {}
         self._busiest: dict[tuple[int, AttentionProblem], float] = {}
+        self._layers: dict[tuple[object, ...], tuple[Estimate, set[str]]] = {}
+        self._gives_here: dict[tuple[str, bool], bool] = {}
         self._kept: list[object] = []
         """Attentions whose identity is in a key."""
         laws = {
@@ -112,7 +114,7 @@ class Attending:
             return name, None
         if isinstance(kernel, DelegatedAttention) and self._is_elsewhere:
             # What this host would choose says nothing of another: the fastest measured there.
-            given = [found for found in able if _gives(found, with_lse=case.parallel.cp > 1)]
+            given = [found for found in able if self._gives(found, with_lse=case.parallel.cp > 1)]
             if given:
                 return self._fastest(given, case), None
         else:
@@ -121,6 +123,13 @@ class Attending:
                 return chosen, None
         best = self._fastest(able, case)
         return best, f"{name} was not measured in {problem.dtype}; {best} stands in for it"
+
+    def _gives(self, name: str, *, with_lse: bool) -> bool:
+        """As :func:`_gives`, which looks libraries up, once for each."""
+        key = name, with_lse
+        if key not in self._gives_here:
+            self._gives_here[key] = _gives(name, with_lse=with_lse)
+        return self._gives_here[key]
 
     def _fastest(self, names: Sequence[str], case: Case) -> str:
         problem = case.attention_problem
@@ -146,6 +155,18 @@ class Attending:
 
         Returns the time of all together, and notes on what was not measured.
         """
+        assert case.model is not None, "training steps have a model"
+        kept = (
+            *(id(case.attention), case.attention_problem, _is_compiled(case), phase),
+            *(case.precision.autocast, case.precision.peak),
+            *(case.model.num_layers, case.model.full_attention_every),
+        )
+        if kept not in self._layers:
+            self._kept.append(case.attention)
+            self._layers[kept] = self._all_layers(case, phase)
+        return self._layers[kept]
+
+    def _all_layers(self, case: Case, phase: str) -> tuple[Estimate, set[str]]:
         assert case.model is not None, "training steps have a model"
         notes = set[str]()
         ms = error_ms = distance = 0.0

@@ -81,7 +81,7 @@ def of_case(machine: Machine, case: Case, compute_ms: float) -> tuple[Exchange, 
 
 def num_tensors(case: Case) -> int:
     """Parameters of the model that are tensors of their own."""
-    return len(training.gradient_sizes(case))
+    return training.num_gradients(case)
 
 
 def gradient_traffic(machine: Machine, case: Case) -> Iterator[tuple[str, float, str | None]]:

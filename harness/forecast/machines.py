@@ -189,6 +189,7 @@ class Machine:
         self._passes: dict[object, Piece] = {}
         self._fastest = clocks.fastest(calibration)
         self._ranks: dict[str, list[int]] = {}
+        self._split_host: dict[str, dict[int, list[float]]] = {}
 
     def law(self, name: str) -> Law | None:
         """A law by its name; None where nothing was measured for it."""
@@ -354,8 +355,13 @@ class Machine:
 
         Of the case's transport, if that was measured; else of all of the scheme; else of all.
         """
-        observed = self.calibration.observations
         exact = communication.split_host_law(case, phase)
+        if exact not in self._split_host:
+            self._split_host[exact] = self._measured_split_host_ms(exact, phase)
+        return self._split_host[exact]
+
+    def _measured_split_host_ms(self, exact: str, phase: str) -> dict[int, list[float]]:
+        observed = self.calibration.observations
         kind, scheme, _, _ = exact.split("/")
         found: dict[int, list[float]] = defaultdict(list)
         for first in (exact, f"{kind}/{scheme}/", f"{kind}/"):

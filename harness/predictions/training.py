@@ -180,15 +180,23 @@ def gradient_bytes(case: Case) -> int:
 
     With tensor parallelism, those of one rank's shards.
     """
-    return sum(gradient_sizes(case))
+    return DTYPE_BYTES[case.precision.parameters] * sum(_parameter_sizes(case))
 
 
 def gradient_sizes(case: Case) -> list[int]:
     """Bytes of each gradient, in the order of the model's parameters."""
-    assert case.model is not None, "training steps have a model"
     element = DTYPE_BYTES[case.precision.parameters]
-    sizes = accounting.parameter_sizes(case.model, case.parallel.tp, case.attention_variant)
-    return [size * element for size in sizes]
+    return [size * element for size in _parameter_sizes(case)]
+
+
+def num_gradients(case: Case) -> int:
+    """Parameters of the model that are tensors of their own."""
+    return len(_parameter_sizes(case))
+
+
+def _parameter_sizes(case: Case) -> list[int]:
+    assert case.model is not None, "training steps have a model"
+    return accounting.parameter_sizes(case.model, case.parallel.tp, case.attention_variant)
 
 
 def traffic_bytes(case: Case) -> dict[str, float]:

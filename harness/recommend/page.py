@@ -93,8 +93,12 @@ def cells(item: Combination) -> list[str]:
 
 
 def parts(item: Combination | None, most: int = 6) -> str:
-    """The largest parts of a predicted time, in words; empty without one."""
+    """A predicted time, its largest parts and the rest, in words; empty without one."""
     if item is None or item.step is None:
         return ""
-    largest = sorted(item.step.parts, key=lambda part: -part.ms)[:most]
-    return ", ".join(f"{part.name} {fmt.number(part.ms)} ms" for part in largest if part.ms > 0)
+    known = sorted((part for part in item.step.parts if part.ms > 0), key=lambda part: -part.ms)
+    named = [f"{part.name} {fmt.number(part.ms)} ms" for part in known[:most]]
+    rest = sum(part.ms for part in known[most:])
+    if rest:
+        named.append(f"the rest {fmt.number(rest)} ms")
+    return f"{fmt.number(sum(part.ms for part in known))} ms: {', '.join(named)}"

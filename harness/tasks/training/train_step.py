@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ from harness.tasks import batch
 from harness.tasks.training import captured_step, strategy_check
 from harness.tasks.training import step as training_step
 from kernels import Attention, AttentionProblem
+from kernels.problem import MASKS
 from kernels.registry import joined_later
 from models import accounting, layers
 from models.config import ModelConfig
@@ -117,6 +118,7 @@ class TrainStep(Task):
 
     def attention_problem(self, case: Case) -> AttentionProblem:
         model = _model(case)
+        variant = case.attention_variant
         return AttentionProblem(
             batch_size=case.batch_size,
             num_heads=model.num_heads // case.parallel.tp,
@@ -129,7 +131,7 @@ class TrainStep(Task):
             causal=True,
             needs_grad=self.mode != "forward",
             cp=case.parallel.cp,
-            **asdict(case.attention_variant),
+            **{name: getattr(variant, name) for name in MASKS},
         )
 
     def why_unsupported(self, case: Case) -> str | None:
