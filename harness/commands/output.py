@@ -83,9 +83,15 @@ _installed: Streams | None = None
 
 
 def begin_measuring() -> None:
-    """Tell the streams of this process's command that it measures."""
+    """Tell the streams of this process's command that it measures.
+
+    From here on a line leaves when it is printed, through a pipe as well: measuring takes minutes.
+    """
     if _installed is not None:
         _installed.measures = True
+        # A test may have put a stream of its own there.
+        if isinstance(sys.stdout, PrintableStream):
+            sys.stdout.reconfigure(line_buffering=True)
 
 
 def replace_character(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,27 @@ def console(function: str, *arguments: str) -> list[str]:
     """A command line that starts one of the console scripts."""
     code = f"import sys; from harness.commands import console; sys.exit(console.{function}())"
     return ["-c", code, *arguments]
+
+
+def test_a_line_of_a_measuring_command_leaves_when_it_is_printed() -> None:
+    """Through a pipe, while the command goes on: here it waits for its input to end."""
+    code = (
+        "import sys; from harness.commands.output import Streams, begin_measuring; "
+        "Streams('attnbench').install(); begin_measuring(); print('first'); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], GUARD_S)
+        process.stdin.close()
+        assert ready, "the line has come before the command ends"
+        assert process.stdout.readline() == b"first\n"
 
 
 @pytest.fixture(scope="module")
