@@ -54,6 +54,25 @@ def test_parts_sum_to_the_median_inside_its_interval(h200: Any) -> None:
     assert found.tokens_per_s == pytest.approx(4096 / found.median_ms * 1e3)
 
 
+def test_attention_is_predicted_once_for_alike_steps_alone(h200: Any) -> None:
+    """Steps that share an attention, as those of one question do, each as on a new machine."""
+    one = case(attention={"name": "naive"})
+    assert one.model is not None
+    shallow = replace(one, model=replace(one.model, num_layers=2))
+    windowed = replace(one.model, full_attention_every=None)
+    pure = replace(one, precision=case(precision="bf16_pure").precision)
+    single = replace(one, precision=case(precision="fp32").precision)
+    longer = replace(one, seq_len=2048)
+    together = machines.Machine(h200.calibration)
+    alike = [one, shallow, replace(one, model=windowed), pure, single, longer, one]
+    for step in alike:
+        found, alone = together.step(step), machines.Machine(h200.calibration).step(step)
+        assert found.parts == alone.parts
+        assert found.notes == alone.notes
+    times = {together.step(step).median_ms for step in alike}
+    assert len(times) == 5
+
+
 def test_a_captured_step_does_not_wait_for_its_host(h200: Any) -> None:
     """On a machine of which no captured step is known."""
     known = h200.calibration
