@@ -41,10 +41,12 @@ from kernels.flash.hopper.backward_order import (
     Heads,
     Inputs,
     add_tile,
+    add_tile_by_thread,
     bounds_of_loops,
     close_turns,
     in_band,
     lines_before,
+    number_of_thread,
     open_turns,
     place_in_bands,
     place_in_order,
@@ -121,6 +123,8 @@ class HalfTurn(NamedTuple):
     """The consumer's first key."""
     first_query: Any
     """The turn's first query."""
+    thread: Any
+    """Of backward_order.number_of_thread."""
 
 
 class Progress(NamedTuple):
@@ -195,6 +199,16 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
+
+
+@gluon.jit
+def after(slot, phase, STAGES: gl.constexpr):
+    """The slot of the ring after this one, and its phase."""
+    slot += 1
+    if slot == STAGES:
+        slot = 0
+        phase ^= 1
+    return slot, phase
 
 
 @gluon.jit
@@ -303,13 +317,15 @@ def half_turn(
     new_ds = 4 * opaque(parity)
     old_ds = 4 - new_ds
 
+    # A warp that looks at a barrier, or reads shared memory, waits for all the matmuls that it has
+    # started, and those that it would start behind it wait, too. So it looks while none is running.
     if RESIDENT:
+        next_slot, next_phase = after(slot, phase, STAGES)
         mbarrier.wait(shared.do_ready.index(slot), phase)
+        mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)
         dp = start_scores(v, views.do_tiles.index(slot), zeros, MAIN, TAIL)
         delta = views.delta_tiles.index(slot).load(LINE)
     else:
-        # Statistics first: whatever a warp reads from shared memory waits for all the matmuls that
-        # it has started, and those that it would start behind it wait, too.
         mbarrier.wait(shared.q_ready.index(slot), phase)
         mbarrier.wait(shared.do_ready.index(slot), phase)
         lse = views.lse_tiles.index(slot).load(LINE)
@@ -356,13 +372,7 @@ def half_turn(
     elif HALF == 0:
         dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, ROWS)
     dk, dk_tail = start_gradient(ds, views.q_tiles.index(slot), dk, dk_tail, MAIN, TAIL)
-    next_slot = slot + 1
-    next_phase = phase
-    if next_slot == STAGES:
-        next_slot = 0
-        next_phase ^= 1
     if RESIDENT:
-        mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)
         # After the last tile these are scores of an old one, which are not used.
         next_s = warpgroup_mma(
             k, views.q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -377,7 +387,11 @@ def half_turn(
         elif HALF == 0 or APART:
             mbarrier.wait(shared.opened, opened, pred=now.has_dq)
         if now.has_dq:
-            add_tile(now.dq_ptr + (half * PARTS + PART) * (ROWS * ROWS), dq, now.is_first)
+            dq_ptr = now.dq_ptr + (half * PARTS + PART) * (ROWS * ROWS)
+            if RESIDENT:
+                add_tile_by_thread(dq_ptr, now.thread, dq, now.is_first)
+            else:
+                add_tile(dq_ptr, dq, now.is_first)
             if ROLLED:
                 mbarrier.arrive(shared.done.index(opened), pred=APART | (half == 1))
             elif HALF == PARTS - 1 or APART:
@@ -403,6 +417,7 @@ def half_turn(
         else:
             dk, dv, ds, a = warpgroup_mma_wait(0, deps=[dk, dv, ds, a])
         mbarrier.arrive(shared.free.index(slot))
+        next_slot, next_phase = after(slot, phase, STAGES)
     return Progress(dk, dv, dk_tail, dv_tail, s, lse, next_slot, next_phase, parity)
 
 
@@ -422,6 +437,7 @@ def take_turns(
     seq,
     heads,
     turns,
+    thread,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
@@ -463,6 +479,7 @@ def take_turns(
                 | (step + 1 < turns.end),
                 first_key=turns.first_key + CONSUMER * ROWS,
                 first_query=turn * PROGRAM_ROWS,
+                thread=thread,
             )
             progress = half_turn(
                 shared, views, k, v, progress, now, seq, turns, scale_log2,
@@ -559,6 +576,7 @@ def accumulate(
             lse = views.lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
             s = warpgroup_mma_wait(0, deps=[first_s])
     progress = Progress(dk, dv, dk_tail, dv_tail, s, lse, 0, 0, 0)
+    thread = number_of_thread(s)
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
@@ -570,14 +588,14 @@ def accumulate(
                 middle = turns.end
             progress, dq_ptr, before = take_turns(
                 shared, views, k, v, progress, dq_ptr, before, of_line, member, start, middle,
-                seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
-                MASK, SOFTCAP, True, RESIDENT, APART, ROLLED, ONTO,
+                seq, heads, turns, thread, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL,
+                CAUSAL, MASK, SOFTCAP, True, RESIDENT, APART, ROLLED, ONTO,
             )  # fmt: skip
             if UNMASKED:
                 progress, dq_ptr, before = take_turns(
                     shared, views, k, v, progress, dq_ptr, before, of_line, member, middle, stop,
-                    seq, heads, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
-                    MASK, SOFTCAP, False, RESIDENT, APART, ROLLED, ONTO,
+                    seq, heads, turns, thread, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL,
+                    CAUSAL, MASK, SOFTCAP, False, RESIDENT, APART, ROLLED, ONTO,
                 )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:

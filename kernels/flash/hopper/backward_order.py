@@ -41,7 +41,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from kernels.flash.hopper.tiles import LOG2_E, ROWS, ZERO, capped, columns, hide, offsets
+from kernels.flash.hopper.tiles import (
+    LOG2_E,
+    ROWS,
+    ZERO,
+    capped,
+    columns,
+    hide,
+    offsets,
+    opaque,
+)
 
 
 class Inputs(NamedTuple):
@@ -427,6 +436,34 @@ def add_tile(pointer, tile, is_first):
     x = by_thread(tile)
     LAYOUT: gl.constexpr = x.type.layout
     places = pointer + gl.arange(0, x.shape[0], LAYOUT)
+    if is_first:
+        gl.store(places, x)
+    else:
+        gl.atomic_add(places, x, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def number_of_thread(tile):
+    """The thread's number in its warpgroup, for :func:`add_tile_by_thread` of such tiles: [128].
+
+    Opaque, because the compiler would read it again from its special register at every use, and
+    that waits for all matmuls that the warp has started: 5% of a turn.
+    """
+    x = by_thread(tile)
+    x = x.reshape([x.shape[0] // 512, 128, 4])
+    return opaque(gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout))))
+
+
+@gluon.jit
+def add_tile_by_thread(pointer, thread, tile, is_first):
+    """:func:`add_tile` at addresses from the number of the thread, which keeps a register."""
+    x = by_thread(tile)
+    x = x.reshape([x.shape[0] // 512, 128, 4])
+    LAYOUT: gl.constexpr = x.type.layout
+    part = gl.arange(0, x.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    places = 512 * part[:, None, None] + number[None, None, :]
+    places = pointer + 4 * thread[None, :, None] + places
     if is_first:
         gl.store(places, x)
     else:
