@@ -38,10 +38,11 @@ require_programs() {
 
 pid_of() { cat "$folder/run/$1.pid" 2>/dev/null || true; }
 
+# The name as well: after a crash the number in a file may be another program's.
 is_up() {
     local pid
     pid=$(pid_of "$1")
-    [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null
+    [ -n "$pid" ] && [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "${1%%-*}" ]
 }
 
 wait_for() { # WHAT COMMAND...: until the command succeeds, at most a minute
@@ -202,8 +203,8 @@ down() {
         done
     fi
     for name in $(seq -f slurmd-toy%g "$nodes") slurmctld slurmdbd mariadbd munged; do
+        is_up "$name" || continue
         pid=$(pid_of "$name")
-        [ -n "$pid" ] || continue
         kill "$pid" 2>/dev/null || continue
         for _ in $(seq 50); do
             kill -0 "$pid" 2>/dev/null || break

@@ -39,7 +39,7 @@ def cluster() -> dict[str, str]:
     how = "make slurm-up starts a toy cluster (.ci/toy_slurm.sh install gets the packages)"
     if shutil.which("sbatch") is None:
         missing = "no Slurm here"
-    elif not (TOY / "slurm.conf").exists():
+    elif not toy_is_up():
         missing = "the toy cluster is down"
     else:
         os.environ["SLURM_CONF"] = str(TOY / "slurm.conf")
@@ -47,6 +47,13 @@ def cluster() -> dict[str, str]:
     if REQUIRED:
         pytest.fail(f"{missing}: {how}")
     pytest.skip(f"{missing}: {how}")
+
+
+def toy_is_up() -> bool:
+    """Whether its controller runs: the folder outlives a cluster whose daemons were killed."""
+    script = ROOT / ".ci" / "toy_slurm.sh"
+    said = subprocess.run([script, "status"], capture_output=True, text=True, check=True).stdout
+    return "slurmctld: up" in said.splitlines()
 
 
 class Submitted(Folder):
