@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from harness.cases.case import Case
 from harness.forecast import masks, terms
@@ -35,6 +35,20 @@ off by at windows of 128 to 4,096 keys, of kernels that skip what these hide
 (benchmarks/bench_windows.py)."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Attended:
+    """Attention's part of one phase."""
+
+    time: Estimate
+    """Of all blocks together."""
+    notes: frozenset[str]
+    """On what was not measured."""
+    launches: float
+    """Kernels of one block."""
+    enqueued: float
+    """The host's time of one block, in launches."""
+
+
 class Attending:
     """Attention's part of steps.
 
@@ -58,10 +72,10 @@ class Attending:
         self._is_elsewhere = is_elsewhere
         self._chosen: dict[tuple[object, ...], tuple[str, str | None]] = {}
         self._busiest: dict[tuple[int, AttentionProblem], float] = {}
-        self._layers: dict[tuple[object, ...], tuple[Estimate, set[str]]] = {}
+        self._layers: dict[tuple[object, ...], Attended] = {}
         self._gives_here: dict[tuple[str, bool], bool] = {}
         self._kept: list[object] = []
-        """Attentions whose identity is in a key."""
+        """What keys name by identity, kept alive so that none is reused."""
         laws = {
             name: items for name, items in observations.items() if name.startswith("attention/")
         }
@@ -74,13 +88,11 @@ class Attending:
         """Options of masks under which each law was measured."""
         self._fused = [name for name, _ in self._measured if _compiles_scores(name)]
 
-    def launches(self, case: Case, phase: str) -> float:
-        """Kernels of one block's attention."""
+    def _launches(self, case: Case, phase: str) -> float:
         keeps = case.attention.keeps_scores(replace(case.attention_problem, needs_grad=True))
         return (UNFUSED_LAUNCHES if keeps else FUSED_LAUNCHES)[phase]
 
-    def enqueued(self, case: Case, phase: str, launches: float) -> float:
-        """The host's time of one block's attention, in launches."""
+    def _enqueued(self, case: Case, phase: str, launches: float) -> float:
         name, _ = self.backend(case)
         plain = self._factors.get(f"enqueue/{name}/{phase}", launches)
         if case.attention_variant == PLAIN:
@@ -90,9 +102,9 @@ class Attending:
 
     def backend(self, case: Case) -> tuple[str, str | None]:
         """The measured backend whose law a case takes, and a note if that is not its own."""
-        key = id(case.attention), case.attention_problem, _is_compiled(case)
+        key = key_of(case)
         if key not in self._chosen:
-            self._kept.append(case.attention)
+            self.keep(case)
             self._chosen[key] = self._choose(case)
         return self._chosen[key]
 
@@ -124,6 +136,10 @@ class Attending:
         best = self._fastest(able, case)
         return best, f"{name} was not measured in {problem.dtype}; {best} stands in for it"
 
+    def keep(self, case: Case) -> None:
+        """Keep alive what :func:`key_of` names by identity, so that no other object gets it."""
+        self._kept += [case.attention, case.model, case.precision]
+
     def _gives(self, name: str, *, with_lse: bool) -> bool:
         """As :func:`_gives`, which looks libraries up, once for each."""
         key = name, with_lse
@@ -150,23 +166,15 @@ class Attending:
         other = attention_law(name, dtype, phase, autocast=not autocast)
         return other, self._find(other)
 
-    def layers(self, case: Case, phase: str) -> tuple[Estimate, set[str]]:
-        """All blocks' attention in a phase, on one rank's heads and, with cp, its share.
+    def layers(self, case: Case, phase: str) -> Attended:
+        """All blocks' attention in a phase, on one rank's heads and, with cp, its share."""
+        key = phase, *key_of(case)
+        if key not in self._layers:
+            self.keep(case)
+            self._layers[key] = self._all_layers(case, phase)
+        return self._layers[key]
 
-        Returns the time of all together, and notes on what was not measured.
-        """
-        assert case.model is not None, "training steps have a model"
-        kept = (
-            *(id(case.attention), case.attention_problem, _is_compiled(case), phase),
-            *(case.precision.autocast, case.precision.peak),
-            *(case.model.num_layers, case.model.full_attention_every),
-        )
-        if kept not in self._layers:
-            self._kept.append(case.attention)
-            self._layers[kept] = self._all_layers(case, phase)
-        return self._layers[kept]
-
-    def _all_layers(self, case: Case, phase: str) -> tuple[Estimate, set[str]]:
+    def _all_layers(self, case: Case, phase: str) -> Attended:
         assert case.model is not None, "training steps have a model"
         notes = set[str]()
         ms = error_ms = distance = 0.0
@@ -178,7 +186,13 @@ class Attending:
             # What is off in one layer is off in all alike.
             error_ms += count * (one.ms * one.error + added_error_ms)
             distance = max(distance, one.distance)
-        return Estimate(ms=ms, error=error_ms / ms, distance=distance), notes
+        launches = self._launches(case, phase)
+        return Attended(
+            time=Estimate(ms=ms, error=error_ms / ms, distance=distance),
+            notes=frozenset(notes),
+            launches=launches,
+            enqueued=self._enqueued(case, phase, launches),
+        )
 
     def _estimate(
         self, case: Case, problem: AttentionProblem, phase: str, notes: set[str]
@@ -233,6 +247,16 @@ class Attending:
         if law is not None:
             ms *= scores / 137
         return Estimate(ms=share * ms, error=0.5, distance=9.0)
+
+
+def key_of(case: Case) -> tuple[object, ...]:
+    """All of a case that its attention's time follows from, objects by identity."""
+    return (
+        *(id(case.attention), id(case.model), id(case.precision)),
+        *(case.batch_size, case.seq_len, case.device),
+        *(case.parallel.cp, case.parallel.tp),
+        *(getattr(case.task, "mode", None), _is_compiled(case)),
+    )
 
 
 def _split(law: str) -> list[str]:

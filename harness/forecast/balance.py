@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from kernels import AttentionProblem
+from kernels.problem import Mask
 from parallel.context.attention import SequenceParallelAttention
-from parallel.context.blocks.balance import count_flops
+from parallel.context.blocks.balance import attended
 from parallel.context.blocks.layouts import Layout
 from parallel.context.heads.nested import SplitsGroups
 from parallel.context.heads.split import SplitsHeads
@@ -62,17 +63,21 @@ def _of_layout(layout: Layout, mask: _Share = _Share(), *, gathers: bool) -> flo
     if layout.num_ranks > MOST_RANKS:
         layout = replace(layout, num_ranks=MOST_RANKS)
     length = UNITS * layout.multiple
-    counted = count_flops(
-        layout,
-        length,
-        num_heads=1,
-        head_dim=1,
-        block_q=length,
-        block_k=length,
+    causal = Mask(
+        causal=True,
         window=None if mask.window is None else max(1, round(mask.window * length)),
         prefix_len=round(mask.prefix * length),
     )
-    if not gathers:
-        return counted.lockstep_cost("pair")
-    flops = counted.per_rank("pair")
-    return max(flops) * len(flops) / sum(flops)
+    ranks, local = range(layout.num_ranks), layout.local_len(length)
+
+    def pairs_at(rank: int, step: int) -> int:
+        source = (rank - step) % len(ranks)
+        return sum(map(attended, layout.blocks(rank, source, local, causal)))
+
+    pairs = [[pairs_at(rank, step) for step in ranks] for rank in ranks]
+    of_ranks = [sum(steps) for steps in pairs]
+    mean = sum(of_ranks) / len(ranks)
+    if gathers:
+        return max(of_ranks) / mean
+    # At each step of a ring all wait for the busiest.
+    return sum(max(step) for step in zip(*pairs, strict=True)) / mean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,35 @@ HIDING = 0.9
 """Share of the passes behind which communication can hide: it begins with the second unit."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DataTraffic:
+    """Gradients and parameters of a case, however long its passes take."""
+
+    exposure: Exposure
+    operations: list[tuple[str, float, str | None]]
+    """Name, milliseconds, and a note if they are extrapolated."""
+    inside_ms: float
+    """What all of them take inside a host."""
+    num_tensors: int
+
+    @property
+    def whole_ms(self) -> float:
+        return sum(ms for _, ms, _ in self.operations)
+
+
+@dataclass(kw_only=True, slots=True)
+class Known:
+    """What has been computed of a machine's communication: cases share most of it."""
+
+    collectives: dict[tuple[str, int, float, int], tuple[float, str | None]] = field(
+        default_factory=dict
+    )
+    traffic: dict[tuple[object, ...], DataTraffic] = field(default_factory=dict)
+    of_mesh: dict[tuple[object, ...], tuple[Exchange, ...]] = field(default_factory=dict)
+    kept: list[object] = field(default_factory=list)
+    """What keys name by identity, kept alive so that none is reused."""
+
+
 def of_case(machine: Machine, case: Case, compute_ms: float) -> tuple[Exchange, ...]:
     """Exchanges of gradients and parameters, of activations (tp) and of keys (cp).
 
@@ -71,12 +101,21 @@ def of_case(machine: Machine, case: Case, compute_ms: float) -> tuple[Exchange, 
         compute_ms: the device's time in the passes, behind which communication hides.
     """
     several = case.parallel.data_ranks > 1
-    found = list(_of_data(machine, case, compute_ms)) if several else []
-    if case.parallel.tp > 1:
-        found += _of_tensors(machine, case)
-    if case.parallel.cp > 1:
-        found += _of_keys(machine, case)
-    return tuple(found)
+    found = _of_data(machine, case, compute_ms) if several else ()
+    return (*found, *_of_mesh(machine, case))
+
+
+def _of_mesh(machine: Machine, case: Case) -> tuple[Exchange, ...]:
+    """What ranks of one replica exchange, whatever the strategy is among replicas."""
+    parts, mesh = (case.attention, case.model, case.precision), case.parallel
+    key = (*map(id, parts), case.batch_size, case.seq_len, mesh.cp, mesh.tp, _trains(case))
+    if key not in machine.exchanges.of_mesh:
+        found = list(_of_tensors(machine, case)) if mesh.tp > 1 else []
+        if mesh.cp > 1:
+            found += _of_keys(machine, case)
+        machine.exchanges.of_mesh[key] = tuple(found)
+        machine.exchanges.kept += parts
+    return machine.exchanges.of_mesh[key]
 
 
 def num_tensors(case: Case) -> int:
@@ -101,29 +140,45 @@ def num_messages(case: Case, size: float) -> float:
     return max(1.0, size / MESSAGE_BYTES)
 
 
+def _traffic(machine: Machine, case: Case) -> DataTraffic:
+    """The traffic of a case's gradients and parameters, computed once for all that share it."""
+    parts = case.parallel, case.model, case.precision
+    key = (*map(id, parts), case.attention_variant, _trains(case))
+    if key not in machine.exchanges.traffic:
+        operations = list(gradient_traffic(machine, case))
+        whole = sum(ms for _, ms, _ in operations)
+        machine.exchanges.traffic[key] = DataTraffic(
+            exposure=_exposure(machine, case),
+            operations=operations,
+            inside_ms=max(0.0, whole - machine.between_hosts_ms(case)),
+            num_tensors=num_tensors(case),
+        )
+        machine.exchanges.kept += parts
+    return machine.exchanges.traffic[key]
+
+
 def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchange]:
-    exposure = _exposure(machine, case)
-    traffic = list(gradient_traffic(machine, case))
+    traffic = _traffic(machine, case)
+    exposure = traffic.exposure
     visible, launches = exposure.visible, exposure.launches
     assert visible is not None, "exposures are complete"
     assert launches is not None, "exposures are complete"
-    whole = sum(total for _, total, _ in traffic)
+    whole = traffic.whole_ms
     hosts = case.world_size > machine.network.gpus_per_host
     if hosts and whole:
         # What contends on one device is the part inside the host; the rest hides while it can.
-        inside = whole - machine.between_hosts_ms(case)
         waits = max(0.0, whole - HIDING * compute_ms) if visible < 1 else whole
-        visible = max(visible * max(inside, 0.0), waits) / whole
-    if exposure.forward_launches and traffic:
+        visible = max(visible * traffic.inside_ms, waits) / whole
+    if exposure.forward_launches and traffic.operations:
         yield Exchange(
-            name=f"communication ({traffic[0][0]})",
+            name=f"communication ({traffic.operations[0][0]})",
             phase="forward",
             visible_ms=0.0,
             hidden_ms=0.0,
             error_ms=0.0,
-            launches=exposure.forward_launches * num_tensors(case),
+            launches=exposure.forward_launches * traffic.num_tensors,
         )
-    for name, total, note in traffic:
+    for name, total, note in traffic.operations:
         if not exposure.strategy:
             note = f"{case.parallel.name} was not measured"
         yield Exchange(
@@ -132,7 +187,7 @@ def _of_data(machine: Machine, case: Case, compute_ms: float) -> Iterator[Exchan
             visible_ms=visible * total,
             hidden_ms=max(0.0, 1 - visible) * total,
             error_ms=VISIBLE_ERROR * visible * total,
-            launches=launches * num_tensors(case) / len(traffic),
+            launches=launches * traffic.num_tensors / len(traffic.operations),
             follows=exposure.follows is not None,
             note=note,
         )
@@ -298,6 +353,16 @@ def collective_ms(
         stride: every so many ranks belong to one group; the groups of the ranks in between run
             the operation at the same time, over the same links between hosts.
     """
+    key = name, ranks, size, stride
+    known = machine.exchanges.collectives
+    if key not in known:
+        known[key] = _collective_ms(machine, name, ranks, size, stride)
+    return known[key]
+
+
+def _collective_ms(
+    machine: Machine, name: str, ranks: int, size: float, stride: int
+) -> tuple[float, str | None]:
     inside, note = 0.0, f"{name} was not measured"
     groups = min(stride, machine.network.gpus_per_host)
     local = min(ranks, machine.network.gpus_per_host // groups)

@@ -61,7 +61,7 @@ class Shared:
     """A measured step of replicas, beside what it is predicted to take without communication."""
 
     step: MeasuredStep
-    host_us: dict[str, float]
+    host_us: Mapping[str, float]
     phases: list[schedule.Phase]
     alone: StepPrediction
     exchanged_ms: float

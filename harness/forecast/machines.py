@@ -14,7 +14,7 @@ from harness.cases.case import Case
 from harness.cases.compilation import CUDA_GRAPH_MODES, Compile
 from harness.cases.hardware import hardware_named
 from harness.forecast import clocks, communication, operations, schedule, terms
-from harness.forecast.attending import Attending
+from harness.forecast.attending import Attending, key_of
 from harness.forecast.calibration import FOLDER, Calibration, read, write
 from harness.forecast.law import Features, Law
 from harness.forecast.masks import computes_all
@@ -187,7 +187,10 @@ class Machine:
             is_elsewhere=calibration.name != HERE,
         )
         self._passes: dict[object, Piece] = {}
+        self._known_phases: dict[tuple[object, ...], tuple[list[Phase], set[str]]] = {}
         self._fastest = clocks.fastest(calibration)
+        self.exchanges = communication.Known()
+        self._host_us: dict[str | None, Mapping[str, float]] = {}
         self._ranks: dict[str, list[int]] = {}
         self._split_host: dict[str, dict[int, list[float]]] = {}
 
@@ -284,7 +287,21 @@ class Machine:
         return [_slowed(phase, cost * load, error) for phase in phases]
 
     def _phases(self, case: Case, notes: set[str]) -> list[Phase]:
+        """Those of one replica, which strategies that hold as much of the optimizer share."""
         sizes = operations.sizes_of(case)
+        key = (
+            *(sizes, *key_of(case), case.parallel.optimizer_state_share, is_captured(case)),
+            *(part and part.label for part in (case.checkpoint, case.compile)),
+        )
+        if key not in self._known_phases:
+            self.attending.keep(case)
+            found = set[str]()
+            self._known_phases[key] = self._new_phases(case, sizes, found), found
+        phases, found = self._known_phases[key]
+        notes |= found
+        return phases
+
+    def _new_phases(self, case: Case, sizes: Sizes, notes: set[str]) -> list[Phase]:
         mode = getattr(case.task, "mode", "train_step")
         phases = [self._pass(case, sizes, "forward", notes)]
         if mode != "forward":
@@ -324,8 +341,13 @@ class Machine:
             errors={**phase.errors, GAPS: error * ms},
         )
 
-    def host_us(self, host: str | None = None) -> dict[str, float]:
+    def host_us(self, host: str | None = None) -> Mapping[str, float]:
         """Microseconds a launch by phase: of a host that the calibration names, or the middle."""
+        if host not in self._host_us:
+            self._host_us[host] = self._calibrated_host_us(host)
+        return self._host_us[host]
+
+    def _calibrated_host_us(self, host: str | None) -> dict[str, float]:
         hosts = self.calibration.hosts
         known = [one for one in hosts if one.host == host]
         chosen = known or [one for one in hosts if one.bound] or hosts
@@ -396,19 +418,18 @@ class Machine:
             summed = operations.forward(sizes) if phase == "forward" else operations.backward(sizes)
             self._passes[key] = self._summed(summed)
         piece = self._passes[key]
-        one, found = self.attending.layers(case, phase)
-        notes |= piece.notes | found
+        attended = self.attending.layers(case, phase)
+        one = attended.time
+        notes |= piece.notes | attended.notes
         if one.distance > NOTICEABLE_DISTANCE:
             notes.add(f"attention is {one.distance:.1f} doublings from what was measured")
-        one = replace(one, ms=one.ms / self._compute)
-        layers = sizes.num_layers
-        launches = self.attending.launches(case, phase)
+        ms, layers = one.ms / self._compute, sizes.num_layers
         plain = Phase(
             name=phase,
-            parts={**piece.parts, ATTENTION: one.ms},
-            errors={**piece.errors, ATTENTION: one.ms * one.error},
-            launches=piece.launches + layers * launches,
-            enqueued=piece.launches + layers * self.attending.enqueued(case, phase, launches),
+            parts={**piece.parts, ATTENTION: ms},
+            errors={**piece.errors, ATTENTION: ms * one.error},
+            launches=piece.launches + layers * attended.launches,
+            enqueued=piece.launches + layers * attended.enqueued,
             last_ms=self._last_ms(sizes, piece) if phase == "forward" else 0.0,
         )
         return self._compiled(case, plain, notes)

@@ -8,6 +8,7 @@ these predictions beside the measurements. Arithmetic alone, without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import cast
 
 from harness.cases.case import Case
@@ -110,8 +111,13 @@ def footprint(case: Case) -> Footprint:
         activations=activations,
         saved_activations=whole.saved,
         recomputed=whole.recomputed,
-        rounding=rounding_bytes(sizes) / sum(sizes) if case.device == "cuda" else 0.0,
+        rounding=_rounding(tuple(sizes)) if case.device == "cuda" else 0.0,
     )
+
+
+@cache
+def _rounding(sizes: tuple[int, ...]) -> float:
+    return rounding_bytes(sizes) / sum(sizes)
 
 
 def _fully_sharded_peak(case: Case, whole: MemoryPrediction) -> fully_sharded.Moment:

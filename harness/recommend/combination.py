@@ -61,6 +61,8 @@ class Combination:
     def case(self) -> Case:
         """The case that measures one micro-batch."""
         if self.variant is None:
+            if self.base.checkpoint is None and self.checkpoint_label == "none":
+                return self.base
             return replace(self.base, checkpoint=self.checkpoint)
         return replace(
             self.base,

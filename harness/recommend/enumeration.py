@@ -49,7 +49,8 @@ class Enumeration:
 
     def count(self, items: Iterable[Combination]) -> int:
         """The combinations that these are in all their variants."""
-        return sum(len(self.variants_of(item)) for item in items)
+        launched = sum(not variant.is_captured for variant in self.variants)
+        return sum(len(self.variants) if item.can_capture else launched for item in items)
 
     @property
     def num_legal(self) -> int:
@@ -93,26 +94,46 @@ def enumerate_combinations(question: Question) -> Enumeration:
             continue
         number = len(taken) * len(batches) * num_variants
         chosen = list(_strategies_on(question, mesh, names, found, number))
-        for attention, strategy, (size, accumulation) in product(taken, chosen, batches):
-            base = {"attention": attention, "parallel": strategy, "batch_size": size}
-            try:
-                case = Case(**parts, **base)
-            except ValueError as error:
-                found.fallen[_family(str(error))] += num_variants
+        for attention, strategy in product(taken, chosen):
+            base = parts | {"attention": attention, "parallel": strategy}
+            sized, fallen = _of_sizes(base, [size for size, _ in batches])
+            for reason, times in fallen.items():
+                found.fallen[reason] += times * num_variants
+            if not sized:
                 continue
-            if reason := support.why_not(case):
-                found.fallen[reason] += num_variants
+            # Whether it is computed and captured does not depend on the batch.
+            case = next(iter(sized.values()))
+            if refused := support.why_not(case):
+                found.fallen[refused] += len(sized) * num_variants
                 continue
-            if reason := support.why_not_captured(case, variants[-1].task):
-                not_captured[reason] += 1
-            found.bases.append(
-                Combination(base=case, accumulation=accumulation, can_capture=reason is None)
-            )
+            if launched := support.why_not_captured(case, variants[-1].task):
+                not_captured[launched] += len(sized)
+            found.bases += [
+                Combination(base=sized[size], accumulation=times, can_capture=launched is None)
+                for size, times in batches
+                if size in sized
+            ]
     _keep_legal_variants(found, checkpoints, variants)
     num_captured = sum(variant.is_captured for variant in found.variants)
     for reason, number in not_captured.items():
         found.fallen[reason] += number * num_captured * len(found.checkpoints)
     return found
+
+
+def _of_sizes(base: dict[str, Any], sizes: list[int]) -> tuple[dict[int, Case], Counter[str]]:
+    """The legal cases by the size of their micro-batch, and why the others are none."""
+    cases: dict[int, Case] = {}
+    fallen: Counter[str] = Counter()
+    for tried, size in enumerate(sizes):
+        try:
+            cases[size] = Case(**base, batch_size=size)
+        except ValueError as error:
+            if "batch_size" not in str(error):
+                # It is about no size, and true of all that are left.
+                fallen[_family(str(error))] += len(sizes) - tried
+                break
+            fallen[_family(str(error))] += 1
+    return cases, fallen
 
 
 def _keep_legal_variants(
