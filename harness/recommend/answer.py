@@ -51,7 +51,11 @@ class Answer:
         return [item for item in self.ranked[1:] if best is not None and ties(best, item)]
 
     def command(self, item: Combination) -> str:
-        return command_of(item.case, self.question.choose)
+        """What measures it: here, or on the hosts of a cluster where one has too few GPUs."""
+        command, machine = command_of(item.case, self.question.choose), self.question.machine
+        if machine.is_here or item.case.world_size <= machine.gpus_per_host:
+            return command
+        return f"{command} launcher=slurm"
 
 
 def ties(best: Combination, other: Combination) -> bool:

@@ -79,13 +79,14 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
     for key in typed:
         require_key(key)
 
-    machine = _machine(run)
+    machine = _machine(run, launcher)
     device = machine.device if machine is not None else launcher.resolve_device(run["device"])
     require_choice("remeasure", run["remeasure"], REMEASURE)
     scale = _scale(sweep, run["scale"], device, named=names[0] is not None)
     by_id = expand(sweep.scales[scale], typed, device)
     cases = list(by_id.values())
-    if machine is None:
+    # What a launcher here lacks says nothing of another machine.
+    if machine is None or not launcher.measures_here:
         launcher.validate(cases)
     _require_rendering(sweep)
     options = RunOptions(
@@ -113,14 +114,15 @@ def compose_request(arguments: Sequence[str], flags: Sequence[str] = ()) -> Requ
     )
 
 
-def _machine(run: dict[str, Any]) -> Machine | None:
+def _machine(run: dict[str, Any], launcher: Launcher) -> Machine | None:
     """The machine that a plan was asked for. ValueError where cases are to be measured."""
     name = run["machine"]
     if name is None:
         return None
     if not run["plan"]:
         raise ValueError(f"machine={name}: says what a plan is made for; add plan=true")
-    return machine_here(run["device"]) if name == HERE else machine_named(name)
+    found = machine_here(run["device"]) if name == HERE else machine_named(name)
+    return launcher.reaches(found)
 
 
 HERE = "here"

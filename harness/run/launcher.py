@@ -14,6 +14,7 @@ from kernels.registry import Registry
 
 if TYPE_CHECKING:
     # Every command reads the launchers, and few launch anything.
+    from harness.predictions.capacity import Machine
     from harness.run.progress import Progress
     from harness.run.rounds.case_group import Grouping
     from harness.run.warm_workers import Workers
@@ -65,6 +66,10 @@ class Launcher:
         Raises ValueError if there is no such device.
         """
         raise NotImplementedError
+
+    def reaches(self, machine: Machine) -> Machine:
+        """What it can use of a machine: one host of it, unless it starts ranks on several."""
+        return machine
 
     def validate(self, cases: list[Case]) -> None:
         """Raise ValueError if the cases cannot run here, before anything starts."""

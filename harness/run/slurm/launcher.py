@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
 from harness.paths import ROOT
+from harness.predictions.capacity import Machine
 from harness.printing import say
 from harness.run.held_signals import signals_held
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
@@ -119,6 +120,12 @@ class Slurm(Launcher):
     def resolve_device(self, device: str) -> str:
         # The host that submits need not have what the nodes have.
         return "cuda" if device == "auto" else device
+
+    def reaches(self, machine: Machine) -> Machine:
+        if machine.device != "cuda":
+            return machine
+        # How many nodes a cluster has is known to its controller alone, which refuses too many.
+        return replace(machine, num_devices=sys.maxsize, gpus_per_host=self.gpus_per_node)
 
     def validate(self, cases: list[Case]) -> None:
         for case in cases:

@@ -17,6 +17,8 @@ from harness.commands.questions import asked
 from harness.forecast import machines
 from harness.forecast.calibration import Calibration, read
 from harness.paths import ROOT
+from harness.request.compose import compose_request
+from harness.request.session import run_request
 from harness.run import local
 from harness.store.record import RecordStore
 from kernels import BACKENDS
@@ -261,6 +263,22 @@ def test_measures_on_this_cpu(
         for item in whole
     }
     assert best[1] == min(times, key=lambda name: times[name])
+
+
+def test_commands_for_several_hosts_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["model=medium", "seq_len=8192", "machine=h200", f"results={tmp_path}"]
+    few = ["parallel=zero_2,fsdp", "attention=zigzag", "compile=none", "parallel.tp=1"]
+    for gpus, ending in ((8, ""), (16, " launcher=slurm")):
+        answer = recommend.recommend(*asked, *few, f"gpus={gpus}")
+        assert answer.best is not None
+        _, *command = answer.command(answer.best).split()
+        assert " ".join(command).endswith(ending)
+        assert ("launcher=slurm" in command) == bool(ending)
+        plan = ["machine=h200", "plan=true", f"results={tmp_path}"]
+        assert run_request(compose_request([*command, *plan])) == 0
+        assert "1 of 1 case to measure on cuda" in " ".join(capsys.readouterr().out.split())
 
 
 def test_masks_are_asked_of_every_attention(tmp_path: Path) -> None:

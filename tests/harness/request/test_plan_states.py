@@ -38,6 +38,22 @@ def test_of_a_machine_that_is_not_here(
     assert "1 of 4 cases to measure on cuda" in said
 
 
+def test_of_hosts_that_slurm_starts_ranks_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    case = ["model=xl", "machine=h200", "seq_len=4096", "launcher=slurm"]
+    said = planned(tmp_path, capsys, *case, "parallel=fsdp", "parallel.dp=16", "attention=sdpa")
+    assert "1 of 1 case to measure on cuda" in said
+    ring = ["attention=ring", "attention.transport=symmetric", "parallel.cp=8"]
+    said = planned(tmp_path, capsys, *case, *ring)
+    assert "1 of 1 case to measure on cuda" in said
+    said = planned(tmp_path, capsys, *case, *ring, "launcher.gpus_per_node=4")
+    assert "needs all ranks that share a sequence on one host" in said
+    with pytest.raises(ValueError, match="11 ranks: do not divide over nodes"):
+        planned(tmp_path, capsys, *case, "parallel=fsdp", "parallel.dp=11", "attention=sdpa")
+
+
 def test_names_what_a_backend_refuses_and_what_takes_too_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
