@@ -191,15 +191,15 @@ def _print(answer: Answer, console: Console) -> None:
         console.print(_wrapped(line, console.width), highlight=False, style="dim")
     console.print()
     console.print(answers.sentence(answer), highlight=False, style="bold")
-    if second := answers.second(answer):
-        console.print(second, highlight=False)
+    for line in filter(None, (answers.alike(answer), answers.second(answer))):
+        console.print(line, highlight=False)
     for remark in [*answer.remarks, *answers.assumptions(answer)]:
         console.print(remark, highlight=False)
     if answer.ranked:
         console.print()
         console.print(_table(answer))
-        for place, item in enumerate(answer.ranked[:2]):
-            console.print(f"\n{('Run:', 'Or:')[place]}", style="bold")
+        for word, (item, *_) in zip(("Run:", "Or:"), answer.shown, strict=False):
+            console.print(f"\n{word}", style="bold")
             console.print(answer.command(item), highlight=False, soft_wrap=True)
     if answer.misfits:
         console.print("\nDoes not fit, and what would:", highlight=False)
@@ -217,8 +217,8 @@ def _table(answer: Answer) -> Table:
     for name in page.COLUMNS:
         first = name == page.COLUMNS[0]
         table.add_column(name, justify="left" if first else "right", overflow="fold")
-    for item in answer.ranked[: answers.SHOWN]:
-        table.add_row(*page.cells(item))
+    for group in answer.shown:
+        table.add_row(*page.cells(group))
     return table
 
 

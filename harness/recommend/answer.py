@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from harness.recommend.commands import command_of
 from harness.recommend.enumeration import Enumeration
 from harness.recommend.fitting import Misfit
 from harness.recommend.measuring import standing
-from harness.recommend.predicting import TIED
+from harness.recommend.predicting import EQUAL, TIED
 from harness.recommend.question import Question
 
 SHOWN = 5
@@ -41,8 +42,22 @@ class Answer:
         return self.ranked[0] if self.ranked else None
 
     @property
+    def groups(self) -> list[list[Combination]]:
+        """The best first, those of one prediction together, which are told apart by nothing."""
+        found: dict[object, list[Combination]] = {}
+        for item in self.ranked:
+            found.setdefault(_prediction(item), []).append(item)
+        return list(found.values())
+
+    @property
+    def shown(self) -> list[list[Combination]]:
+        """The groups that tables list, by their first."""
+        return self.groups[:SHOWN]
+
+    @property
     def runner_up(self) -> Combination | None:
-        return self.ranked[1] if len(self.ranked) > 1 else None
+        """The best that is not predicted to be the same as the very best."""
+        return self.groups[1][0] if len(self.groups) > 1 else None
 
     @property
     def ties(self) -> list[Combination]:
@@ -56,6 +71,14 @@ class Answer:
         if machine.is_here or item.case.world_size <= machine.gpus_per_host:
             return command
         return f"{command} launcher=slurm"
+
+
+def _prediction(item: Combination) -> object:
+    """What is predicted of a combination, as answers show it; of a measured one, itself."""
+    if item.measured_ms is not None or item.step_ms is None:
+        return id(item)
+    ms_a_token = item.batch_ms(item.step_ms) / item.batch_tokens
+    return round(math.log(ms_a_token) / EQUAL), round(item.memory_gib, 2), item.base.seq_len
 
 
 def ties(best: Combination, other: Combination) -> bool:
@@ -118,6 +141,22 @@ def _a_gpu(item: Combination) -> str:
     return " on each GPU" if item.case.world_size > 1 and item.case.device == "cuda" else ""
 
 
+def alike(answer: Answer, most: int = 4) -> str:
+    """What else has the very prediction of the best; empty if nothing has."""
+    if answer.best is None or len(answer.groups[0]) == 1:
+        return ""
+    best, *others = answer.groups[0]
+    told = list(dict.fromkeys(_in_place(best, item) for item in others))
+    more = f", and {len(told) - most:,} more" if len(told) > most else ""
+    return f"The same is predicted with {', '.join(told[:most])}{more}."
+
+
+def _in_place(best: Combination, other: Combination) -> str:
+    """The words of a name that the best's does not have."""
+    known = best.name.split(", ")
+    return " and ".join(word for word in other.name.split(", ") if word not in known)
+
+
 def second(answer: Answer) -> str:
     """The runner-up and by how much it is behind; empty without one."""
     best, other = answer.best, answer.runner_up
@@ -134,7 +173,7 @@ def second(answer: Answer) -> str:
     if answer.question.goal == "longest_sequence":
         return f"Runner-up: {other.name}, {other.base.seq_len:,} tokens, {slower}."
     text = f"Runner-up: {other.name}, {slower}."
-    tied = answer.ties
+    tied = [group[0] for group in answer.groups[1:] if ties(best, group[0])]
     if not tied:
         return text
     how = (

@@ -49,12 +49,12 @@ def _values(answer: Answer) -> dict[str, Any]:
         ),
         "asked": question.asked,
         "sentence": answers.sentence(answer),
+        "alike": answers.alike(answer),
         "second": answers.second(answer),
         "remarks": [*answer.remarks, *answers.assumptions(answer)],
         "columns": COLUMNS,
         "rows": [
-            {"cells": cells(item), "command": answer.command(item)}
-            for item in answer.ranked[: answers.SHOWN]
+            {"cells": cells(group), "command": answer.command(group[0])} for group in answer.shown
         ],
         "parts": parts(answer.best),
         "misfits": [
@@ -75,17 +75,19 @@ def _values(answer: Answer) -> dict[str, Any]:
     }
 
 
-def cells(item: Combination) -> list[str]:
-    """One row of the table of the best."""
+def cells(group: list[Combination]) -> list[str]:
+    """One row of the table of the best: the first of those that have one prediction."""
+    item = group[0]
+    name = item.name if len(group) == 1 else f"{item.name} ({len(group) - 1:,} more alike)"
     if item.step_ms is None:
-        return [item.name, fmt.ABSENT, fmt.ABSENT, fmt.number(item.memory_gib)]
+        return [name, fmt.ABSENT, fmt.ABSENT, fmt.number(item.memory_gib)]
     if item.measured_ms is not None:
         interval = "measured"
     else:
         ends = (item.tokens_per_s(ms) for ms in (item.step.high_ms, item.step.low_ms))
         interval = " to ".join(map(fmt.number, ends))
     return [
-        item.name,
+        name,
         fmt.number(item.tokens_per_s(item.step_ms)),
         interval,
         fmt.number(item.memory_gib),
