@@ -128,7 +128,8 @@ def gradient_traffic(machine: Machine, case: Case) -> Iterator[tuple[str, float,
     for name, size in training.traffic_bytes(case).items():
         messages = num_messages(case, size)
         ranks, stride = case.parallel.predicted_ranks(name)
-        ms, note = collective_ms(machine, name, ranks, size / messages, stride=stride)
+        apart = stride * case.parallel.tp
+        ms, note = collective_ms(machine, name, ranks, size / messages, stride=apart)
         yield name, messages * ms, note
 
 
@@ -333,11 +334,11 @@ def _by_formula(case: Case) -> str:
 
 def _keys_ms(machine: Machine, case: Case, size: float) -> tuple[float, str | None]:
     """Milliseconds in which keys reach all ranks: handed on one part at a time, or gathered."""
-    cp = case.parallel.cp
+    cp, apart = case.parallel.cp, case.parallel.tp
     if getattr(case.attention, "transport", None) == HANDS_ON:
-        one, note = collective_ms(machine, HANDS_ON, cp, size / cp)
+        one, note = collective_ms(machine, HANDS_ON, cp, size / cp, stride=apart)
         return (cp - 1) * one, note
-    return collective_ms(machine, "all_gather", cp, size)
+    return collective_ms(machine, "all_gather", cp, size, stride=apart)
 
 
 def _trains(case: Case) -> bool:

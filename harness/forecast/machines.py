@@ -366,6 +366,8 @@ class Machine:
             messages = communication.num_messages(case, size)
             one = size / messages
             ranks, stride = case.parallel.predicted_ranks(name)
+            # Ranks of one weight are neighbours; those that hold the same part are tp apart.
+            stride *= case.parallel.tp
             both, _ = communication.collective_ms(self, name, ranks, one, stride=stride)
             local = min(ranks, max(1, self.network.gpus_per_host // stride))
             inside, _ = communication.collective_ms(self, name, local, one, stride=stride)

@@ -19,7 +19,7 @@ class Support:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._known: dict[tuple[int, AttentionProblem], str | None] = {}
+        self._known: dict[tuple[int, AttentionProblem, int], str | None] = {}
         """By the attention's identity: the plan or question that asks keeps it alive."""
         self._absent: dict[int, str | None] = {}
         self._captures: dict[tuple[int, str, str], str | None] = {}
@@ -47,17 +47,15 @@ class Support:
 
     def _why_not_attention(self, case: Case) -> str | None:
         problem = replace(case.attention_problem, batch_size=1)
-        key = (id(case.attention), problem)
+        key = (id(case.attention), problem, case.parallel.tp)
         if key not in self._known:
-            reason = self._ask(case.attention, problem)
+            reason = self._why_not_peers(case) or self._ask(case.attention, problem)
             self._known[key] = f"attention={label(case.attention)}: {reason}" if reason else None
         return self._known[key]
 
     def _ask(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
         if self._machine.is_here:
             return attention.why_unsupported(problem)
-        if reason := self._why_not_peers(attention, problem):
-            return reason
         problem = _on_fewer_ranks(attention, problem)
         reason = _asked(attention, problem)
         if reason is None or (attention.version() is None and not _splits(attention)):
@@ -73,10 +71,14 @@ class Support:
             self._absent[id(attention)] = absent
         return None if reason == self._absent[id(attention)] else reason
 
-    def _why_not_peers(self, attention: AttentionBackend, problem: AttentionProblem) -> str | None:
+    def _why_not_peers(self, case: Case) -> str | None:
         """Reads of peers' memory stay on one host, which the host that plans cannot tell."""
-        own = getattr(attention, "transport", None)
-        if own != SYMMETRIC or problem.cp <= self._machine.gpus_per_host:
+        own = getattr(case.attention, "transport", None)
+        # Between the ranks of a sequence are those that hold other parts of the weights.
+        span = case.parallel.cp * case.parallel.tp
+        if self._machine.is_here or own != SYMMETRIC or case.parallel.cp == 1:
+            return None
+        if span <= self._machine.gpus_per_host:
             return None
         return f"attention.transport={own} needs all ranks that share a sequence on one host"
 

@@ -146,15 +146,17 @@ def alike(answer: Answer, most: int = 4) -> str:
     if answer.best is None or len(answer.groups[0]) == 1:
         return ""
     best, *others = answer.groups[0]
-    told = list(dict.fromkeys(_in_place(best, item) for item in others))
+    # What differs in one word first.
+    told = sorted((_in_place(best, item) for item in others), key=len)
+    named = ", ".join(" and ".join(words) for words in told[:most])
     more = f", and {len(told) - most:,} more" if len(told) > most else ""
-    return f"The same is predicted with {', '.join(told[:most])}{more}."
+    return f"The same is predicted with {named}{more}."
 
 
-def _in_place(best: Combination, other: Combination) -> str:
+def _in_place(best: Combination, other: Combination) -> list[str]:
     """The words of a name that the best's does not have."""
     known = best.name.split(", ")
-    return " and ".join(word for word in other.name.split(", ") if word not in known)
+    return [word for word in other.name.split(", ") if word not in known]
 
 
 def second(answer: Answer) -> str:

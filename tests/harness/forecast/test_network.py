@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from harness.cases.case import Case
 from harness.forecast.calibration import FOLDER, read
 from harness.forecast.communication import collective_ms
 from harness.forecast.machines import Machine
 from harness.forecast.network import network
 from harness.forecast.published import comparisons, scaled_case
 from harness.predictions.training import traffic_bytes
+from kernels import BACKENDS
+from parallel import STRATEGIES
 
 SHARDED: dict[str, Any] = {
     "attention": {"name": "sdpa"},
@@ -70,6 +73,35 @@ def test_copies_inside_hosts_send_gradients_between_them_alone() -> None:
         times = 1 if name == "all_reduce" else 2
         ms, _ = collective_ms(machine, name, ranks, size, stride=stride)
         assert times * ms == pytest.approx(factor * whole / (8 * 2e9 * 0.8) * 1e3, rel=1e-2)
+
+
+def test_ranks_that_split_a_weight_stand_between_those_of_a_sequence_and_of_gradients() -> None:
+    """Of 16 ranks with tp=2, the eight of a sequence are on two hosts, and both groups send."""
+    machine = Machine(read(FOLDER / "h200.json"), replace(network(), gb_s_per_gpu=2.0))
+
+    def case(cp: int, tp: int) -> Case:
+        parallel = {**SHARDED["parallel"], "dp": 16 // (cp * tp), "cp": cp, "tp": tp}
+        scheme = BACKENDS["zigzag_llama3"].target(name="zigzag_llama3", transport="all_gather")
+        strategy = STRATEGIES["fsdp"].target(**parallel)
+        return replace(scaled_case(SHARDED, 16), attention=scheme, parallel=strategy)
+
+    def keys_ms(cp: int, tp: int) -> float:
+        parts = machine.step(case(cp, tp)).parts
+        return sum(part.ms + part.hidden_ms for part in parts if "(keys)" in part.name)
+
+    one = case(8, 2)
+    model = one.model
+    assert model is not None
+    # Keys of half of the heads, in bfloat16, of one sequence: half of them enter each host, of two
+    # groups over the same eight ports.
+    size = 2 * one.seq_len * model.kv_heads // 2 * model.head_dim * 2
+    expected = 2 * model.num_layers * 2 * size / 2 / (8 * 2e9 * 0.8) * 1e3
+    assert keys_ms(8, 2) == pytest.approx(expected, rel=0.05)
+    assert keys_ms(8, 2) > 5 * keys_ms(4, 2)
+    # Gradients of halves of the weights, among eight ranks each: as much as whole ones of all.
+    assert machine.between_hosts_ms(case(8, 2)) == pytest.approx(
+        machine.between_hosts_ms(case(16, 1)), rel=0.05
+    )
 
 
 def test_intervals_widen_beyond_the_measured_ranks() -> None:

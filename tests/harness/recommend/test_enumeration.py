@@ -97,9 +97,11 @@ class TestEnumeration:
         with pytest.raises(ValueError, match=r"gpus=4: no mesh has the given"):
             enumerate_combinations(question(**{"parallel.tp": [3]}))
 
-    def test_peers_are_read_within_a_host_only(self) -> None:
-        """Of 16 ranks that share a sequence, 8 lie on another host."""
-        pins = {"parallel.cp": [16], "attention": ["ring"], "attention.transport": ["symmetric"]}
+    @pytest.mark.parametrize(("cp", "tp"), [(16, 1), (8, 2)])
+    def test_peers_are_read_within_a_host_only(self, cp: int, tp: int) -> None:
+        """Of 16 ranks, 8 lie on another host, and ranks of one sequence are tp apart."""
+        pins = {"attention": ["ring"], "attention.transport": ["symmetric"]}
+        pins |= {"parallel.cp": [cp], "parallel.tp": [tp]}
         found = enumerate_combinations(question(gpus=16, **pins))
         assert not found.bases
         assert any("on one host" in reason for reason in found.fallen)
