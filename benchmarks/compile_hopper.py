@@ -1,7 +1,8 @@
 """Compiles the Hopper kernels for sm_90a, which needs no GPU: registers, spills, shared memory.
 
 Run as ``python -m benchmarks.compile_hopper [KERNEL ...] [HEAD_DIM ...] [masks]`` in the
-repository, with triton installed and TRITON_INTERPRET unset; ``masks`` compiles for windows,
+repository, with triton installed and TRITON_INTERPRET unset. Integers are compiled as a launch
+specialises multiples of 16, and one query head on each key head where none share; ``masks`` compiles for windows,
 prefixes and caps instead of plain masks. Prints one row for each kernel and variant, and exits
 with 1 if ptxas serialised the matmuls of any: then nothing runs beside them, whatever the source
 says. And if a multiprocessor has no room for as many small programs as is counted on, or their
@@ -116,15 +117,17 @@ def compile_variant(variant: Variant) -> Any:
         "PACKED": variant.packed,
         "num_warps": 4,
     }
+    constants |= _ones(variant)
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants else _type(name, variant, tile) for name in names
     }
-    # As Triton finds them when it looks at what torch allocated.
+    # As Triton finds them when it looks at what torch allocated, and at lengths of whole tiles.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if signature[name].startswith("*")
+        or (signature[name] == "i32" and not function.params[index].do_not_specialize)
     }
     source = GluonASTSource(
         function,
@@ -133,6 +136,14 @@ def compile_variant(variant: Variant) -> Any:
         aligned,
     )
     return triton.compile(source, target=HOPPER, options={"num_warps": 4})
+
+
+def _ones(variant: Variant) -> dict[str, int]:
+    """Arguments that are 1 at a launch, which Triton makes constants."""
+    if variant.kernel == "forward":
+        return {}
+    alone = {"group_size": 1} if not variant.shared else {}
+    return {"num_members": 1, **alone}
 
 
 def compile_finish(head_dim: int, sums: int) -> Any:
@@ -180,8 +191,6 @@ def _type(name: str, variant: Variant, tile: int) -> str:
         return f"*{variant.dtype}"
     if name.startswith("cu_seqlens"):
         return "*i32"
-    if name.startswith("stride"):
-        return "i64"
     return SCALARS.get(name, "i32")
 
 
