@@ -6,10 +6,10 @@ specialises multiples of 16, and one query head on each key head where none shar
 compiles for windows, prefixes and caps instead of plain masks. Prints one row for each kernel and
 variant, and exits with 1 if ptxas serialised the matmuls of any: then nothing runs beside them,
 whatever the source says. And if a multiprocessor has no room for as many small programs as is
-counted on, or their copies take places that matmuls may still read. And if :mod:`kernels.launching.driver` has another
-idea of a kernel's parameters than its code: then Triton launches it, which takes longer. And if
-programs that share a group read sums without an acquire: compilers drop one whose result is not
-used. And if a row kernel behind the backward pass spills.
+counted on, or their copies take places that matmuls may still read. And if
+:mod:`kernels.launching.driver` has another idea of a kernel's parameters than its code: then Triton
+launches it, which takes longer. And if programs that share a group read sums without an acquire:
+compilers drop one whose result is not used. And if a row kernel behind the backward pass spills.
 """
 
 from __future__ import annotations
