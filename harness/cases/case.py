@@ -124,6 +124,16 @@ class Case:
     def world_size(self) -> int:
         return self.task.world_size(self)
 
+    def has_sequences_on_one_host(self, ranks_on_host: int) -> bool:
+        """Whether the ranks of each sequence are on one host, of hosts of so many ranks.
+
+        Those of one sequence are parallel.tp apart, with the ranks of the same weights in between.
+        """
+        span = self.parallel.cp * self.parallel.tp
+        return (
+            self.parallel.cp == 1 or self.world_size <= ranks_on_host or ranks_on_host % span == 0
+        )
+
     @property
     def attention_problem(self) -> AttentionProblem:
         return self.task.attention_problem(self)

@@ -19,7 +19,7 @@ class Support:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._known: dict[tuple[int, AttentionProblem, int], str | None] = {}
+        self._known: dict[tuple[int, AttentionProblem, int, int], str | None] = {}
         """By the attention's identity: the plan or question that asks keeps it alive."""
         self._absent: dict[int, str | None] = {}
         self._captures: dict[tuple[int, str, str], str | None] = {}
@@ -47,7 +47,7 @@ class Support:
 
     def _why_not_attention(self, case: Case) -> str | None:
         problem = replace(case.attention_problem, batch_size=1)
-        key = (id(case.attention), problem, case.parallel.tp)
+        key = (id(case.attention), problem, case.parallel.tp, case.world_size)
         if key not in self._known:
             reason = self._why_not_peers(case) or self._ask(case.attention, problem)
             self._known[key] = f"attention={label(case.attention)}: {reason}" if reason else None
@@ -74,11 +74,9 @@ class Support:
     def _why_not_peers(self, case: Case) -> str | None:
         """Reads of peers' memory stay on one host, which the host that plans cannot tell."""
         own = getattr(case.attention, "transport", None)
-        # Between the ranks of a sequence are those that hold other parts of the weights.
-        span = case.parallel.cp * case.parallel.tp
-        if self._machine.is_here or own != SYMMETRIC or case.parallel.cp == 1:
+        if self._machine.is_here or own != SYMMETRIC:
             return None
-        if span <= self._machine.gpus_per_host:
+        if case.has_sequences_on_one_host(self._machine.gpus_per_host):
             return None
         return f"attention.transport={own} needs all ranks that share a sequence on one host"
 

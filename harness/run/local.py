@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ import psutil
 
 from harness.cases.case import Case
 from harness.cases.requirements import require_at_least
+from harness.predictions.capacity import Machine
 from harness.printing import warn
 from harness.run import run_folder, runner
 from harness.run.launcher import Launcher, LaunchError, PendingCases, launcher
@@ -98,6 +99,12 @@ class Local(Launcher):
         if not found["names"]:
             raise ValueError(f"device=cuda: {found['reason']}; use device=cpu")
         return "cuda"
+
+    def reaches(self, machine: Machine) -> Machine:
+        if self.nnodes == 1 or machine.device != "cuda":
+            return machine
+        on_host = min(machine.gpus_per_host, self.ranks_per_node or machine.gpus_per_host)
+        return replace(machine, num_devices=self.nnodes * on_host, gpus_per_host=on_host)
 
     def validate(self, cases: list[Case]) -> None:
         for case in cases:

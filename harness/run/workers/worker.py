@@ -37,6 +37,7 @@ from harness.run.children.worker_side import Channel, CleanStart
 from harness.run.nodes.outcomes import OutcomeError, gather_outcomes
 from harness.run.nodes.plain_objects import restrict_object_collectives
 from harness.run.nodes.store import group_arguments
+from harness.run.workers.on_hosts import on_hosts
 from kernels import BACKENDS
 from kernels.toolchain import why_not_compile
 
@@ -76,6 +77,7 @@ class Worker:
     def __init__(self, arguments: argparse.Namespace, channel: Channel) -> None:
         self.rank: int = arguments.rank
         self.world_size: int = arguments.world_size
+        self._ranks_on_host: int = arguments.ranks_on_host
         self._compile_caches = Path(arguments.caches) / f"compile-rank{self.rank}"
         names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         self._users_caches = {name: os.environ.get(name) for name in names}
@@ -160,7 +162,8 @@ class Worker:
         )
         outcome = bench.outcome
         try:
-            reason = why_unsupported(case)
+            case, reason = on_hosts(case, self._ranks_on_host)
+            reason = reason or why_unsupported(case)
             if reason is not None:
                 outcome.status, outcome.error = "unsupported", {"message": reason}
             else:

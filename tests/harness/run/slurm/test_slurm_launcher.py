@@ -487,18 +487,17 @@ class TestAgents:
         assert isinstance(told, Start)
         assert (told.start["local_rank"], told.start["ranks_on_host"]) == (1, 2)
 
-    def test_two_nodes_without_slurm(self, tmp_path: Path) -> None:
-        """Cases on one rank and on two, the second on another node, through one endpoint."""
+    def on_two_nodes(self, tmp_path: Path, *arguments: str) -> tuple[list[Record], str]:
+        """Cases of one rank on each of two nodes, and the secret of these."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        nodes = ("launcher.nnodes=2", "launcher.ranks_per_node=1", "attention=naive", "seq_len=8")
+        nodes = ("launcher.nnodes=2", "launcher.ranks_per_node=1", "seq_len=8")
         nodes += (f"launcher.rdzv_endpoint=127.0.0.1:{port}", f"results={tmp_path}")
         secret = new_secret()
         nodes += (f"launcher.rdzv_secret={secret}",)
         tiny = ("task.warmup_steps=1", "task.measure_steps=2", "model.num_layers=1")
         tiny += ("model.d_model=16", "model.d_ff=16", "model.vocab_size=16")
-        ranks = ("parallel=ddp_torch", "parallel.dp=1,2")
-        request = compose_request(["device=cpu", "model=tiny", *nodes, *tiny, *ranks])
+        request = compose_request(["device=cpu", "model=tiny", *nodes, *tiny, *arguments])
         with ThreadPoolExecutor() as pool:
             served = pool.submit(
                 serve_agent,
@@ -512,10 +511,29 @@ class TestAgents:
             assert run_request(request) == 0
             assert served.result(timeout=GUARD_S) == 1
         records, _ = RecordStore(tmp_path).load()
-        assert {len(record.memory) for record in records.values()} == {1, 2}
+        return list(records.values()), secret
+
+    def test_two_nodes_without_slurm(self, tmp_path: Path) -> None:
+        """Cases on one rank and on two, the second on another node, through one endpoint."""
+        ranks = ("parallel=ddp_torch", "parallel.dp=1,2")
+        records, secret = self.on_two_nodes(tmp_path, "attention=naive", *ranks)
+        assert {len(record.memory) for record in records} == {1, 2}
         written = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert written
         assert not [path for path in written if secret.encode() in path.read_bytes()]
+
+    def test_ranks_of_two_nodes_read_no_memory_of_each_other(self, tmp_path: Path) -> None:
+        """Here they could, through files of the one host that both nodes are."""
+        split = ("attention=ring", "parallel.cp=2", "attention.transport=symmetric,send_recv")
+        records, _ = self.on_two_nodes(tmp_path, *split)
+        said = {item.case["attention"]["transport"]: item for item in records}
+        assert said["send_recv"].status == "ok"
+        assert said["symmetric"].status == "unsupported"
+        assert said["symmetric"].error is not None
+        assert said["symmetric"].error["message"] == (
+            "attention.transport=symmetric needs all ranks that share a sequence on one host: "
+            "parallel.cp=2 x parallel.tp=1 ranks, and 1 run on each"
+        )
 
     @pytest.mark.parametrize(
         ("override", "words"),
