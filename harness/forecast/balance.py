@@ -45,6 +45,13 @@ def in_turns(attention: object) -> bool:
     return not splits_heads and not getattr(attention, "gathers", False)
 
 
+def head_ranks(attention: object, problem: AttentionProblem) -> int:
+    """How many neighbours of the ranks of a sequence exchange heads; 1 if none do."""
+    if problem.cp == 1 or not isinstance(attention, SplitsHeads):
+        return 1
+    return attention.head_split(problem.cp, problem.num_heads, problem.num_kv_heads).num_ranks
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Share:
     """A mask's window and prefix, as shares of the sequence."""

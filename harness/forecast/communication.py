@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.cases.case import Case
 from harness.cases.precision import DTYPE_BYTES
-from harness.forecast.balance import in_turns
+from harness.forecast.balance import head_ranks, in_turns
 from harness.forecast.calibration import Exposure
 from harness.forecast.schedule import Exchange
 from harness.predictions import training
@@ -50,8 +50,14 @@ CONTEXT_VISIBLE = 0.3
 the rank's wait for others."""
 
 
+AUTO = "auto"
+"""What reads the memory of other ranks on one host, and sends elsewhere by the first transport."""
+
 HANDS_ON = "send_recv"
 """The transport by which ranks hand keys on, named as its collective operation."""
+
+ALL_TO_ALL = "all_to_all"
+"""The collective operation that exchanges heads."""
 
 SENDS_SUMS = ("send_recv", "all_gather")
 """Transports that send gradients of keys in float32. Where ranks read other ranks' memory, as by
@@ -108,11 +114,12 @@ def of_case(machine: Machine, case: Case, compute_ms: float) -> tuple[Exchange, 
 def _of_mesh(machine: Machine, case: Case) -> tuple[Exchange, ...]:
     """What ranks of one replica exchange, whatever the strategy is among replicas."""
     parts, mesh = (case.attention, case.model, case.precision), case.parallel
-    key = (*map(id, parts), case.batch_size, case.seq_len, mesh.cp, mesh.tp, _trains(case))
+    near = case.has_sequences_on_one_host(machine.network.gpus_per_host)
+    key = (*map(id, parts), case.batch_size, case.seq_len, mesh.cp, mesh.tp, near, _trains(case))
     if key not in machine.exchanges.of_mesh:
         found = list(_of_tensors(machine, case)) if mesh.tp > 1 else []
         if mesh.cp > 1:
-            found += _of_keys(machine, case)
+            found += _of_sequence(machine, case)
         machine.exchanges.of_mesh[key] = tuple(found)
         machine.exchanges.kept += parts
     return machine.exchanges.of_mesh[key]
@@ -266,30 +273,75 @@ def _of_tensors(machine: Machine, case: Case) -> Iterator[Exchange]:
             )
 
 
-def _of_keys(machine: Machine, case: Case) -> Iterator[Exchange]:
-    """Keys and values of other ranks in both passes, and after the backward pass their gradients.
+def _of_sequence(machine: Machine, case: Case) -> Iterator[Exchange]:
+    """Heads among neighbours, keys among the groups of these, or one of both.
 
-    Attention to the keys at hand hides those that come; the last gradients leave when it has ended.
+    The host's work is that of the whole scheme.
     """
     assert case.model is not None, "training steps have a model"
-    model = case.model
-    heads = model.kv_heads // case.parallel.tp
+    groups = head_ranks(case.attention, case.attention_problem)
+    passes = ("forward", "backward") if _trains(case) else ("forward",)
+    for phase in passes:
+        launches = case.model.num_layers * _launches_of_keys(machine, case, phase)
+        if groups > 1:
+            yield _of_heads(machine, case, phase, groups, launches)
+            launches = 0.0
+        if groups < case.parallel.cp:
+            yield from _of_keys(machine, case, phase, groups, launches)
+
+
+def _of_heads(machine: Machine, case: Case, phase: str, ranks: int, launches: float) -> Exchange:
+    """Queries, keys, values and outputs of a rank's tokens, of all heads for those of its own.
+
+    Back again in the backward pass as gradients: attention begins when they have come, and they
+    leave when it has ended, so that nothing hides them. More ranks than key heads have copies.
+    """
+    assert case.model is not None, "training steps have a model"
+    model, mesh = case.model, case.parallel
+    heads = 2 * model.num_heads // mesh.tp + 2 * max(model.kv_heads // mesh.tp, ranks)
+    tokens = case.batch_size * -(-case.seq_len // mesh.cp)
+    size = tokens * heads * model.head_dim * DTYPE_BYTES[case.precision.compute]
+    one, note = collective_ms(machine, ALL_TO_ALL, ranks, size, stride=mesh.tp)
+    total = model.num_layers * one
+    return Exchange(
+        name="context parallelism (heads)",
+        phase=phase,
+        visible_ms=total,
+        hidden_ms=0.0,
+        error_ms=0.5 * total,
+        launches=launches,
+        note=note or _by_formula(case),
+    )
+
+
+def _of_keys(
+    machine: Machine, case: Case, phase: str, in_group: int, launches: float
+) -> Iterator[Exchange]:
+    """Keys and values of other ranks, and after the backward pass their gradients.
+
+    Attention to the keys at hand hides those that come; the last gradients leave when it has ended.
+
+    Args:
+        in_group: neighbours that have exchanged heads, and hold each other's tokens in theirs.
+    """
+    assert case.model is not None, "training steps have a model"
+    model, mesh = case.model, case.parallel
+    heads = max(model.kv_heads // mesh.tp, in_group) / in_group
     element = DTYPE_BYTES[case.precision.compute]
     keys = 2 * case.batch_size * case.seq_len * heads * model.head_dim * element
-    one, note = _keys_ms(machine, case, keys)
+    one, note = _keys_ms(machine, case, keys, mesh.cp // in_group, stride=in_group * mesh.tp)
     note = note or _by_formula(case)
     total = model.num_layers * one
-    for phase in ("forward", "backward") if _trains(case) else ("forward",):
-        yield Exchange(
-            name="context parallelism (keys)",
-            phase=phase,
-            visible_ms=CONTEXT_VISIBLE * total,
-            hidden_ms=(1 - CONTEXT_VISIBLE) * total,
-            error_ms=0.5 * total,
-            launches=model.num_layers * _launches_of_keys(machine, case, phase),
-            note=note,
-        )
-    if _trains(case):
+    yield Exchange(
+        name="context parallelism (keys)",
+        phase=phase,
+        visible_ms=CONTEXT_VISIBLE * total,
+        hidden_ms=(1 - CONTEXT_VISIBLE) * total,
+        error_ms=0.5 * total,
+        launches=launches,
+        note=note,
+    )
+    if phase == "backward":
         sent = getattr(case.attention, "transport", None) in SENDS_SUMS
         # Behind a window keys come from neighbours alone, and their gradients go in their dtype.
         total *= 4 / element if sent and case.attention_variant.window is None else 1.0
@@ -332,13 +384,18 @@ def _by_formula(case: Case) -> str:
     return "context parallelism is by formula, and keys that a window hides travel too"
 
 
-def _keys_ms(machine: Machine, case: Case, size: float) -> tuple[float, str | None]:
-    """Milliseconds in which keys reach all ranks: handed on one part at a time, or gathered."""
-    cp, apart = case.parallel.cp, case.parallel.tp
-    if getattr(case.attention, "transport", None) == HANDS_ON:
-        one, note = collective_ms(machine, HANDS_ON, cp, size / cp, stride=apart)
-        return (cp - 1) * one, note
-    return collective_ms(machine, "all_gather", cp, size, stride=apart)
+def _keys_ms(
+    machine: Machine, case: Case, size: float, ranks: int, *, stride: int
+) -> tuple[float, str | None]:
+    """Milliseconds in which keys reach ``ranks``: handed on one part at a time, or gathered."""
+    attention: Any = case.attention
+    transport = getattr(attention, "transport", None)
+    if transport == AUTO and not case.has_sequences_on_one_host(machine.network.gpus_per_host):
+        transport = getattr(attention, "ring_type", attention).transports[0]
+    if transport == HANDS_ON:
+        one, note = collective_ms(machine, HANDS_ON, ranks, size / ranks, stride=stride)
+        return (ranks - 1) * one, note
+    return collective_ms(machine, "all_gather", ranks, size, stride=stride)
 
 
 def _trains(case: Case) -> bool:
@@ -375,5 +432,11 @@ def _collective_ms(
         inside = law((sent,)).ms if sent else 0.0
         note = "" if measured == ranks else f"{name} was measured on {measured} ranks"
     factor = bus_factor(name, 1024)
-    between = machine.network.between_hosts_ms(groups * size, groups * ranks, factor)
+    # Size S of an all-to-all is what one rank holds, of others what all do together.
+    entering = groups * size * (local if name == ALL_TO_ALL else 1)
+    hosts = math.ceil(groups * ranks / machine.network.gpus_per_host)
+    if name == HANDS_ON and hosts > 1:
+        # Of others' parts a host has its own share already; what is handed on comes whole.
+        entering *= hosts / (hosts - 1)
+    between = machine.network.between_hosts_ms(entering, groups * ranks, factor)
     return max(inside, between), note or None

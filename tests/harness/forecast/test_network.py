@@ -75,33 +75,70 @@ def test_copies_inside_hosts_send_gradients_between_them_alone() -> None:
         assert times * ms == pytest.approx(factor * whole / (8 * 2e9 * 0.8) * 1e3, rel=1e-2)
 
 
+SLOW = replace(network(), gb_s_per_gpu=2.0)
+SLOW_BYTES_A_MS = 8 * 2e9 * 0.8 / 1e3
+"""What enters or leaves a host."""
+
+
+def split_case(scheme: str, cp: int, tp: int = 1, **options: Any) -> Case:
+    """Llama 3 8B with sequences of 8,192 tokens on 16 GPUs, which are two hosts."""
+    parallel = {**SHARDED["parallel"], "dp": 16 // (cp * tp), "cp": cp, "tp": tp}
+    return replace(
+        scaled_case(SHARDED, 16),
+        attention=BACKENDS[scheme].target(name=scheme, **options),
+        parallel=STRATEGIES["fsdp"].target(**parallel),
+    )
+
+
+def exchanged_ms(case: Case, what: str) -> float:
+    """Milliseconds of a step's exchange on the slow network, hidden or not."""
+    parts = Machine(read(FOLDER / "h200.json"), SLOW).step(case).parts
+    return sum(part.ms + part.hidden_ms for part in parts if part.name.endswith(what))
+
+
 def test_ranks_that_split_a_weight_stand_between_those_of_a_sequence_and_of_gradients() -> None:
     """Of 16 ranks with tp=2, the eight of a sequence are on two hosts, and both groups send."""
-    machine = Machine(read(FOLDER / "h200.json"), replace(network(), gb_s_per_gpu=2.0))
-
-    def case(cp: int, tp: int) -> Case:
-        parallel = {**SHARDED["parallel"], "dp": 16 // (cp * tp), "cp": cp, "tp": tp}
-        scheme = BACKENDS["zigzag_llama3"].target(name="zigzag_llama3", transport="all_gather")
-        strategy = STRATEGIES["fsdp"].target(**parallel)
-        return replace(scaled_case(SHARDED, 16), attention=scheme, parallel=strategy)
-
-    def keys_ms(cp: int, tp: int) -> float:
-        parts = machine.step(case(cp, tp)).parts
-        return sum(part.ms + part.hidden_ms for part in parts if "(keys)" in part.name)
-
-    one = case(8, 2)
-    model = one.model
+    apart, near, whole = (
+        split_case("zigzag_llama3", cp, tp, transport="all_gather")
+        for cp, tp in ((8, 2), (4, 2), (16, 1))
+    )
+    model = apart.model
     assert model is not None
     # Keys of half of the heads, in bfloat16, of one sequence: half of them enter each host, of two
     # groups over the same eight ports.
-    size = 2 * one.seq_len * model.kv_heads // 2 * model.head_dim * 2
-    expected = 2 * model.num_layers * 2 * size / 2 / (8 * 2e9 * 0.8) * 1e3
-    assert keys_ms(8, 2) == pytest.approx(expected, rel=0.05)
-    assert keys_ms(8, 2) > 5 * keys_ms(4, 2)
+    size = 2 * apart.seq_len * model.kv_heads // 2 * model.head_dim * 2
+    expected = 2 * model.num_layers * 2 * size / 2 / SLOW_BYTES_A_MS
+    assert exchanged_ms(apart, "(keys)") == pytest.approx(expected, rel=0.05)
+    assert exchanged_ms(apart, "(keys)") > 5 * exchanged_ms(near, "(keys)")
     # Gradients of halves of the weights, among eight ranks each: as much as whole ones of all.
-    assert machine.between_hosts_ms(case(8, 2)) == pytest.approx(
-        machine.between_hosts_ms(case(16, 1)), rel=0.05
+    machine = Machine(read(FOLDER / "h200.json"), SLOW)
+    assert machine.between_hosts_ms(apart) == pytest.approx(
+        machine.between_hosts_ms(whole), rel=0.05
     )
+
+
+def test_ranks_that_exchange_heads_send_tokens_of_their_own() -> None:
+    """Of 16 ranks, half of each rank's tokens leave the host, in all heads of 32 and 16 copies."""
+    case = split_case("ulysses", 16, transport="all_to_all")
+    model = case.model
+    assert model is not None
+    of_rank = case.seq_len / 16 * (2 * 32 + 2 * 16) * model.head_dim * 2
+    expected = 2 * model.num_layers * 8 * of_rank / 2 / SLOW_BYTES_A_MS
+    assert exchanged_ms(case, "(heads)") == pytest.approx(expected, rel=0.05)
+    assert exchanged_ms(case, "(keys)") == 0
+
+
+def test_a_hybrid_exchanges_heads_in_a_host_and_hands_on_keys_between_hosts() -> None:
+    """Of 16 ranks two groups of eight: a head of keys for each rank, of half a sequence."""
+    hybrid = split_case("ulysses_zigzag", 16)
+    inside = split_case("ulysses", 8, transport="all_to_all")
+    assert 0 < exchanged_ms(hybrid, "(heads)") < exchanged_ms(inside, "(heads)")
+    model = hybrid.model
+    assert model is not None
+    # Each of eight rings of two hands on its half at once.
+    handed_on = 8 * 2 * hybrid.seq_len / 2 * model.head_dim * 2
+    expected = 2 * model.num_layers * handed_on / SLOW_BYTES_A_MS
+    assert exchanged_ms(hybrid, "(keys)") == pytest.approx(expected, rel=0.05)
 
 
 def test_intervals_widen_beyond_the_measured_ranks() -> None:
