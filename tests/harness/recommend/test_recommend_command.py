@@ -269,13 +269,18 @@ def test_what_has_one_prediction_is_one_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["model=medium", "seq_len=8192", "machine=h200", "gpus=2", f"results={tmp_path}"]
-    asked += ["attention=zigzag,ulysses", "parallel=zero_1,fsdp", "parallel.cp=2", "parallel.tp=1"]
+    asked += [
+        "attention=zigzag,zigzag_llama3",
+        "parallel=zero_1,fsdp",
+        "parallel.cp=2",
+        "parallel.tp=1",
+    ]
     asked += ["compile=none", "checkpoint=none"]
     answer = recommend.recommend(*asked)
     best, same = answer.groups[0]
     assert same.step_ms == pytest.approx(best.step_ms, rel=1e-3)
     assert same.memory_gib == pytest.approx(best.memory_gib, abs=0.01)
-    assert {best.base.attention.name, same.base.attention.name} == {"zigzag", "ulysses"}
+    assert {best.base.attention.name, same.base.attention.name} == {"zigzag", "zigzag_llama3"}
     assert answer.runner_up is answer.groups[1][0]
     assert answer.runner_up.step_ms > 1.001 * best.step_ms
     assert recommend.main(asked) == 0
