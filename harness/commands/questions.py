@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.cases.requirements import require_at_least, require_choice
 from harness.did_you_mean import did_you_mean
-from harness.predictions.capacity import Machine, machine_named
+from harness.predictions.capacity import Machine, machine_named, ranks_on_each_host
 from harness.recommend.question import (
     CAPTURE_KEY,
     GOALS,
@@ -83,6 +83,11 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
         raise ValueError(
             f"gpus={gpus}: this host has {machine.num_devices:,} {noun}; name a machine to "
             "predict for, such as machine=h200"
+        )
+    if ranks_on_each_host(gpus, machine.gpus_per_host) is None:
+        raise ValueError(
+            f"gpus={gpus}: do not divide over hosts of {machine.gpus_per_host} GPUs; use a "
+            "multiple of that, or of another number up to it"
         )
     model = str(_one(typed, "model", ""))
     require_choice_of_group("model", model)

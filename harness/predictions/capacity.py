@@ -7,6 +7,7 @@ of the allocator take their part of a device besides, :data:`USABLE` leaves that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from harness.cases import format as fmt
@@ -71,6 +72,17 @@ def machine_named(name: str, num_devices: int | None = None) -> Machine:
         memory_bytes=hardware.memory_gib * GIB,
         num_devices=num_devices or GPUS_PER_HOST,
     )
+
+
+def ranks_on_each_host(ranks: int, most: int) -> int | None:
+    """Ranks on each of the fewest hosts that hold equally many, of at most ``most`` a host.
+
+    None if no even split of several exists short of a host for every rank.
+    """
+    hosts = math.ceil(ranks / most)
+    while ranks % hosts:
+        hosts += 1
+    return None if hosts == ranks > 1 and most > 1 else ranks // hosts
 
 
 def predicted_bytes(case: Case) -> float | None:

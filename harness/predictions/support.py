@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.cases.case import Case, label
 from harness.cases.task import Task
-from harness.predictions.capacity import Machine
+from harness.predictions.capacity import Machine, ranks_on_each_host
 from kernels import AttentionBackend, AttentionProblem
 from parallel.context.attention import SYMMETRIC, SequenceParallelAttention
 from parallel.context.heads.split import SplitsHeads
@@ -76,7 +76,8 @@ class Support:
         own = getattr(case.attention, "transport", None)
         if self._machine.is_here or own != SYMMETRIC:
             return None
-        if case.has_sequences_on_one_host(self._machine.gpus_per_host):
+        on_each = ranks_on_each_host(case.world_size, self._machine.gpus_per_host)
+        if case.has_sequences_on_one_host(on_each or 1):
             return None
         return f"attention.transport={own} needs all ranks that share a sequence on one host"
 

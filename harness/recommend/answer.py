@@ -78,7 +78,9 @@ def _prediction(item: Combination) -> object:
     if item.measured_ms is not None or item.step_ms is None:
         return id(item)
     ms_a_token = item.batch_ms(item.step_ms) / item.batch_tokens
-    return round(math.log(ms_a_token) / EQUAL), round(item.memory_gib, 2), item.base.seq_len
+    width = math.log(item.step.high_ms / item.step.low_ms)
+    times = round(math.log(ms_a_token) / EQUAL), round(width, 2)
+    return *times, round(item.memory_gib, 2), item.base.seq_len
 
 
 def ties(best: Combination, other: Combination) -> bool:
@@ -155,8 +157,7 @@ def alike(answer: Answer, most: int = 4) -> str:
 
 def _in_place(best: Combination, other: Combination) -> list[str]:
     """The words of a name that the best's does not have."""
-    known = best.name.split(", ")
-    return [word for word in other.name.split(", ") if word not in known]
+    return [word for word in other.words if word not in best.words]
 
 
 def second(answer: Answer) -> str:

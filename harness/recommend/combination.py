@@ -131,11 +131,16 @@ class Combination:
     @property
     def name(self) -> str:
         """What was chosen, in a few words: without what all combinations share."""
+        return ", ".join(self.words)
+
+    @property
+    def words(self) -> list[str]:
+        """The parts of its name."""
         case = self.case
         axes = " x ".join(f"{axis} {ranks}" for axis, ranks in case.parallel.axes.items())
         words = [label(case.attention)]
         if case.parallel.world_size > 1:
-            words.append(f"{case.parallel.name}, {axes}")
+            words += [case.parallel.name, axes]
         if case.checkpoint is not None:
             words.append(f"checkpoint={case.checkpoint.label}")
         if case.compile is not None and case.compile.scope != "none":
@@ -143,8 +148,7 @@ class Combination:
         if self.is_captured:
             words.append("captured")
         size = f"micro-batch {case.batch_size}"
-        words.append(f"{size} x {self.accumulation}" if self.accumulation > 1 else size)
-        return ", ".join(words)
+        return [*words, f"{size} x {self.accumulation}" if self.accumulation > 1 else size]
 
 
 LAST = 99

@@ -30,7 +30,7 @@ class MemoryModel:
         """On one rank, while the last of ``accumulation`` micro-batches runs."""
         key = (
             id(case.parallel),
-            self._keeps_scores(case),
+            self.keeps_scores(case),
             case.batch_size,
             case.seq_len,
             None if checkpoint is None else checkpoint.label,
@@ -41,7 +41,7 @@ class MemoryModel:
             self._known[key] = _peak_bytes(replace(case, checkpoint=checkpoint), accumulation)
         return self._known[key]
 
-    def _keeps_scores(self, case: Case) -> bool:
+    def keeps_scores(self, case: Case) -> bool:
         """All that a footprint reads of the attention."""
         key = (id(case.attention), case.parallel.cp, case.parallel.tp, case.seq_len)
         if key not in self._keeps:

@@ -25,10 +25,13 @@ def longest(fitting: list[Combination], machine: Machine, memory: MemoryModel) -
     """The same combinations with one sequence as long as fits, the longest first."""
     roomy = sorted(fitting, key=lambda item: item.memory_bytes)[:MOST]
     found = []
-    known: dict[tuple[int, str], int] = {}
+    known: dict[tuple[int, str, bool], int] = {}
     stretched = set()
     for item in roomy:
-        key = (id(item.base.parallel), item.checkpoint_label)
+        key = (
+            *(id(item.base.parallel), item.checkpoint_label),
+            memory.keeps_scores(item.base),
+        )
         own = (id(item.base.attention), *key)
         # Combinations that differ in their micro-batches alone are one, with one sequence.
         if own in stretched:

@@ -171,7 +171,10 @@ def order_of(goal: str) -> Callable[[Combination], tuple[float, ...]]:
         return equal, *item.complexity
 
     def by_memory(item: Combination) -> tuple[float, ...]:
-        return round(item.memory_gib, 2), item.is_captured, *by_time(item)
+        gib = item.memory_gib
+        # Of a model that takes megabytes, three digits.
+        equal = round(gib, 2) if gib > 1 else float(f"{gib:.3g}")
+        return equal, item.is_captured, *by_time(item)
 
     def by_length(item: Combination) -> tuple[float, ...]:
         return -item.base.seq_len, item.is_captured, *by_time(item)

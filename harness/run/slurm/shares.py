@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from harness.cases.case import Case
+from harness.predictions.capacity import ranks_on_each_host
 from harness.run.launcher import LaunchError
 from harness.run.rounds.interleaving import comparison_groups
 
@@ -49,15 +50,13 @@ def shape_of(case: Case, ranks_per_node: int) -> Shape:
     for every rank.
     """
     ranks = case.world_size
-    nodes = math.ceil(ranks / ranks_per_node)
-    while ranks % nodes:
-        nodes += 1
-    if nodes == ranks > 1 and ranks_per_node > 1:
+    on_each = ranks_on_each_host(ranks, ranks_per_node)
+    if on_each is None:
         raise ValueError(
             f"{ranks} ranks: do not divide over nodes of launcher.gpus_per_node={ranks_per_node}; "
             "use a number of ranks that is a multiple of it"
         )
-    return Shape(device=case.device, nodes=nodes, ranks_per_node=ranks // nodes)
+    return Shape(device=case.device, nodes=ranks // on_each, ranks_per_node=on_each)
 
 
 def pack(

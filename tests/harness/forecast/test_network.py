@@ -141,6 +141,16 @@ def test_a_hybrid_exchanges_heads_in_a_host_and_hands_on_keys_between_hosts() ->
     assert exchanged_ms(hybrid, "(keys)") == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(("cp", "tp"), [(16, 1), (2, 8)])
+def test_by_auto_ranks_on_two_hosts_send(cp: int, tp: int) -> None:
+    machine = Machine(read(FOLDER / "h200.json"), SLOW)
+    auto, sent = (
+        machine.step(split_case("ulysses_zigzag", cp, tp, transport=transport)).median_ms
+        for transport in ("auto", "send_recv")
+    )
+    assert auto == sent
+
+
 def test_intervals_widen_beyond_the_measured_ranks() -> None:
     machine = Machine(read(FOLDER / "h200.json"))
     widths = [

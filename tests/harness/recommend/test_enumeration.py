@@ -97,14 +97,24 @@ class TestEnumeration:
         with pytest.raises(ValueError, match=r"gpus=4: no mesh has the given"):
             enumerate_combinations(question(**{"parallel.tp": [3]}))
 
-    @pytest.mark.parametrize(("cp", "tp"), [(16, 1), (8, 2)])
-    def test_peers_are_read_within_a_host_only(self, cp: int, tp: int) -> None:
-        """Of 16 ranks, 8 lie on another host, and ranks of one sequence are tp apart."""
+    @pytest.mark.parametrize(
+        ("gpus", "cp", "tp", "near"),
+        [
+            *((16, 16, 1, False), (16, 8, 1, True), (16, 8, 2, False)),
+            # Six on each of two hosts.
+            *((12, 4, 1, False), (12, 6, 1, True)),
+        ],
+    )
+    def test_peers_are_read_within_a_host_only(
+        self, gpus: int, cp: int, tp: int, *, near: bool
+    ) -> None:
+        """Half of the ranks lie on another host, and ranks of one sequence are tp apart."""
         pins = {"attention": ["ring"], "attention.transport": ["symmetric"]}
         pins |= {"parallel.cp": [cp], "parallel.tp": [tp]}
-        found = enumerate_combinations(question(gpus=16, **pins))
-        assert not found.bases
-        assert any("on one host" in reason for reason in found.fallen)
+        asked = replace(question(gpus=gpus, **pins), sequences=24)
+        found = enumerate_combinations(asked)
+        assert bool(found.bases) == near
+        assert any("on one host" in reason for reason in found.fallen) != near
 
 
 class TestFitting:
@@ -181,6 +191,16 @@ class TestLongest:
             assert item.fits
             assert memory.peak_bytes(more, 1, item.checkpoint) > item.usable_bytes
 
+    def test_one_that_keeps_scores_is_shorter(self) -> None:
+        asked = question(gpus=1, attention=["flash_triton", "naive"], checkpoint=["block"])
+        memory = MemoryModel()
+        fitting, _ = fit(enumerate_combinations(asked), asked.machine, memory)
+        fused, naive = longest(fitting, asked.machine, memory)
+        assert (fused.base.attention.name, naive.base.attention.name) == ("flash_triton", "naive")
+        assert naive.base.seq_len < fused.base.seq_len / 5
+        assert naive.fits
+        assert fused.fits
+
 
 class TestCommands:
     def test_plan_exactly_the_recommended_case(self) -> None:
@@ -189,6 +209,11 @@ class TestCommands:
             for variant in found.variants_of(base):
                 item = base.varied(variant)
                 assert compose(command_of(item.case, PARTS.choice)).id == item.case.id
+
+    def test_options_in_parentheses_are_one_word_of_a_name(self) -> None:
+        pins = {"attention": ["zigzag"], "attention.window": [256], "parallel.cp": [2]}
+        found = enumerate_combinations(question(**pins, **{"attention.transport": ["symmetric"]}))
+        assert found.bases[0].words[0] == "zigzag(window=256, transport=symmetric)"
 
 
 class TestCapture:

@@ -36,6 +36,10 @@ WRONG = {
         ["model=tiny", "seq_len=512", "batch_tokens=1000"],
         ["batch_tokens=1000:", "multiple of seq_len=512", "512 or 1024"],
     ),
+    "GPUs that no hosts share evenly": (
+        ["model=tiny", "machine=h200", "gpus=11"],
+        ["gpus=11: do not divide over hosts of 8 GPUs"],
+    ),
     "measuring elsewhere": (
         ["model=tiny", "machine=h200", "measure=true"],
         ["measure=true:", "machine=h200 is not here"],
