@@ -280,15 +280,15 @@ def _of_sequence(machine: Machine, case: Case) -> Iterator[Exchange]:
     The host's work is that of the whole scheme.
     """
     assert case.model is not None, "training steps have a model"
-    groups = head_ranks(case.attention, case.attention_problem)
+    neighbours = head_ranks(case.attention, case.attention_problem)
     passes = ("forward", "backward") if _trains(case) else ("forward",)
     for phase in passes:
         launches = case.model.num_layers * _launches_of_keys(machine, case, phase)
-        if groups > 1:
-            yield _of_heads(machine, case, phase, groups, launches)
+        if neighbours > 1:
+            yield _of_heads(machine, case, phase, neighbours, launches)
             launches = 0.0
-        if groups < case.parallel.cp:
-            yield from _of_keys(machine, case, phase, groups, launches)
+        if neighbours < case.parallel.cp:
+            yield from _of_keys(machine, case, phase, neighbours, launches)
 
 
 def _of_heads(machine: Machine, case: Case, phase: str, ranks: int, launches: float) -> Exchange:
