@@ -29,13 +29,17 @@ class Answer:
     num_fitting: int
     num_predicted: int
     ranked: list[Combination]
-    """The best first: measured ones, then those that are only predicted."""
+    """The best first: measured ones, then those that are only predicted. A new list whenever any
+    are measured."""
     misfits: list[Misfit]
     drawn: list[Combination] = field(default_factory=list)
     """Every combination with a memory and a time, for the figure."""
     remarks: list[str] = field(default_factory=list)
     unpredicted: list[str] = field(default_factory=list)
     """Why combinations that fit have no predicted time, a reason each."""
+    _grouped: tuple[list[Combination], list[list[Combination]]] | None = field(
+        default=None, init=False, repr=False
+    )
 
     @property
     def best(self) -> Combination | None:
@@ -44,10 +48,12 @@ class Answer:
     @property
     def groups(self) -> list[list[Combination]]:
         """The best first, those of one prediction together, which are told apart by nothing."""
-        found: dict[object, list[Combination]] = {}
-        for item in self.ranked:
-            found.setdefault(_prediction(item), []).append(item)
-        return list(found.values())
+        if self._grouped is None or self._grouped[0] is not self.ranked:
+            found: dict[object, list[Combination]] = {}
+            for item in self.ranked:
+                found.setdefault(_prediction(item), []).append(item)
+            self._grouped = self.ranked, list(found.values())
+        return self._grouped[1]
 
     @property
     def shown(self) -> list[list[Combination]]:

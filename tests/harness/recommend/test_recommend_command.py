@@ -292,8 +292,7 @@ def test_what_has_one_prediction_is_one_row(
     assert f"| {best.name} (1 more alike) |" in text
     assert "The same is predicted with compile=block (reduce-overhead)." in text
     # What was measured is told apart by its own rounds.
-    for item in answer.ranked:
-        item.measured_ms = 1.0
+    answer.ranked = [replace(item, measured_ms=1.0) for item in answer.ranked]
     assert [len(group) for group in answer.groups] == [1] * len(answer.ranked)
 
 
