@@ -87,7 +87,7 @@ def asked(command: str, arguments: Sequence[str], *, needs: Sequence[str] = ("mo
     if ranks_on_each_host(gpus, machine.gpus_per_host) is None:
         raise ValueError(
             f"gpus={gpus}: do not divide over hosts of {machine.gpus_per_host} GPUs; use a "
-            "multiple of that, or of another number up to it"
+            f"multiple of {machine.gpus_per_host}"
         )
     model = str(_one(typed, "model", ""))
     require_choice_of_group("model", model)

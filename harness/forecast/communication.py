@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.cases.case import Case
 from harness.cases.precision import DTYPE_BYTES
+from harness.cases.transport import transport_on_hosts
 from harness.forecast.balance import head_ranks, in_turns
 from harness.forecast.calibration import Exposure
 from harness.forecast.schedule import Exchange
@@ -50,9 +51,6 @@ CONTEXT_VISIBLE = 0.3
 """Share of the visiting keys' transfer that attention to the keys at hand does not hide, with
 the rank's wait for others."""
 
-
-AUTO = "auto"
-"""What reads the memory of other ranks on one host, and sends elsewhere by the first transport."""
 
 HANDS_ON = "send_recv"
 """The transport by which ranks hand keys on, named as its collective operation."""
@@ -115,7 +113,7 @@ def of_case(machine: Machine, case: Case, compute_ms: float) -> tuple[Exchange, 
 def _of_mesh(machine: Machine, case: Case) -> tuple[Exchange, ...]:
     """What ranks of one replica exchange, whatever the strategy is among replicas."""
     parts, mesh = (case.attention, case.model, case.precision), case.parallel
-    near = _is_near(machine, case)
+    near = case.has_sequences_on_one_host(_ranks_on_host(machine, case))
     key = (*map(id, parts), case.batch_size, case.seq_len, mesh.cp, mesh.tp, near, _trains(case))
     if key not in machine.exchanges.of_mesh:
         found = list(_of_tensors(machine, case)) if mesh.tp > 1 else []
@@ -343,7 +341,7 @@ def _of_keys(
         note=note,
     )
     if phase == "backward":
-        sent = _transport(machine, case) in SENDS_SUMS
+        sent = transport_on_hosts(case, _ranks_on_host(machine, case)) in SENDS_SUMS
         # Behind a window keys come from neighbours alone, and their gradients go in their dtype.
         total *= 4 / element if sent and case.attention_variant.window is None else 1.0
         yield Exchange(
@@ -389,25 +387,14 @@ def _keys_ms(
     machine: Machine, case: Case, size: float, ranks: int, *, stride: int
 ) -> tuple[float, str | None]:
     """Milliseconds in which keys reach ``ranks``: handed on one part at a time, or gathered."""
-    if _transport(machine, case) == HANDS_ON:
+    if transport_on_hosts(case, _ranks_on_host(machine, case)) == HANDS_ON:
         one, note = collective_ms(machine, HANDS_ON, ranks, size / ranks, stride=stride)
         return (ranks - 1) * one, note
     return collective_ms(machine, "all_gather", ranks, size, stride=stride)
 
 
-def _is_near(machine: Machine, case: Case) -> bool:
-    """Whether the ranks of each sequence are on one host."""
-    on_each = ranks_on_each_host(case.world_size, machine.network.gpus_per_host)
-    return case.has_sequences_on_one_host(on_each or 1)
-
-
-def _transport(machine: Machine, case: Case) -> str | None:
-    """What moves keys; by ``auto`` peers' memory is read on one host alone."""
-    attention: Any = case.attention
-    transport = getattr(attention, "transport", None)
-    if transport == AUTO and not _is_near(machine, case):
-        transport = getattr(attention, "ring_type", attention).transports[0]
-    return transport
+def _ranks_on_host(machine: Machine, case: Case) -> int:
+    return ranks_on_each_host(case.world_size, machine.network.gpus_per_host) or 1
 
 
 def _trains(case: Case) -> bool:

@@ -75,9 +75,9 @@ def machine_named(name: str, num_devices: int | None = None) -> Machine:
 
 
 def ranks_on_each_host(ranks: int, most: int) -> int | None:
-    """Ranks on each of the fewest hosts that hold equally many, of at most ``most`` a host.
+    """Ranks on each of the fewest hosts that hold equally many, at most ``most``.
 
-    None if no even split of several exists short of a host for every rank.
+    None where every rank would need a host of its own, and hosts have room for more.
     """
     hosts = math.ceil(ranks / most)
     while ranks % hosts:

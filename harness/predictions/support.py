@@ -74,7 +74,7 @@ class Support:
     def _why_not_peers(self, case: Case) -> str | None:
         """Reads of peers' memory stay on one host, which the host that plans cannot tell."""
         own = getattr(case.attention, "transport", None)
-        if self._machine.is_here or own != SYMMETRIC:
+        if own != SYMMETRIC:
             return None
         on_each = ranks_on_each_host(case.world_size, self._machine.gpus_per_host)
         if case.has_sequences_on_one_host(on_each or 1):

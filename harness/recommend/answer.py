@@ -65,12 +65,6 @@ class Answer:
         """The best that is not predicted to be the same as the very best."""
         return self.groups[1][0] if len(self.groups) > 1 else None
 
-    @property
-    def ties(self) -> list[Combination]:
-        """Those that cannot be told from the best: by verdicts, or by intervals of predictions."""
-        best = self.best
-        return [item for item in self.ranked[1:] if best is not None and ties(best, item)]
-
     def command(self, item: Combination) -> str:
         """What measures it: here, or on the hosts of a cluster where one has too few GPUs."""
         command, machine = command_of(item.case, self.question.choose), self.question.machine

@@ -97,8 +97,8 @@ def enumerate_combinations(question: Question) -> Enumeration:
         for attention, strategy in product(taken, chosen):
             base = parts | {"attention": attention, "parallel": strategy}
             sized, fallen = _of_sizes(base, [size for size, _ in batches])
-            for reason, times in fallen.items():
-                found.fallen[reason] += times * num_variants
+            for why, count in fallen.items():
+                found.fallen[why] += count * num_variants
             if not sized:
                 continue
             # Whether it is computed and captured does not depend on the batch.
@@ -106,10 +106,10 @@ def enumerate_combinations(question: Question) -> Enumeration:
             if refused := support.why_not(case):
                 found.fallen[refused] += len(sized) * num_variants
                 continue
-            if launched := support.why_not_captured(case, variants[-1].task):
-                not_captured[launched] += len(sized)
+            if uncaptured := support.why_not_captured(case, variants[-1].task):
+                not_captured[uncaptured] += len(sized)
             found.bases += [
-                Combination(base=sized[size], accumulation=times, can_capture=launched is None)
+                Combination(base=sized[size], accumulation=times, can_capture=uncaptured is None)
                 for size, times in batches
                 if size in sized
             ]

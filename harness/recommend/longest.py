@@ -28,10 +28,8 @@ def longest(fitting: list[Combination], machine: Machine, memory: MemoryModel) -
     known: dict[tuple[int, str, bool], int] = {}
     stretched = set()
     for item in roomy:
-        key = (
-            *(id(item.base.parallel), item.checkpoint_label),
-            memory.keeps_scores(item.base),
-        )
+        keeps = memory.keeps_scores(item.base)
+        key = (id(item.base.parallel), item.checkpoint_label, keeps)
         own = (id(item.base.attention), *key)
         # Combinations that differ in their micro-batches alone are one, with one sequence.
         if own in stretched:
