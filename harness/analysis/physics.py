@@ -46,7 +46,7 @@ MEANINGS: Mapping[str, str] = {
     "peak": "the rate is above the dense peak of the device's datasheet",
     "roof": (
         "the rate is over 1% above that of the large matmul measured on this device, "
-        "or over 5% above that of another of the same name"
+        "or over 5% above that of one of the same name that is, or may be, another"
     ),
     "parts": "the parts of a pass take over 5% longer than the whole",
     "bandwidth": "the rate is above the device's memory bandwidth",
@@ -89,8 +89,16 @@ def roofs_of(frame: pd.DataFrame) -> Roofs:
 
 
 def highest(machine: Machine, roofs: Sequence[tuple[float, Machine]]) -> float:
-    """The highest rate that can be on a machine; NaN if no roof was measured."""
-    own = [rate for rate, measured_on in roofs if not machine.is_other(measured_on)]
+    """The highest rate that can be on a machine; NaN if no roof was measured.
+
+    A roof is its own where nothing says otherwise, and both name their GPUs or neither does: hosts
+    of a cloud are like each other in all else.
+    """
+    own = [
+        rate
+        for rate, measured_on in roofs
+        if not machine.is_other(measured_on) and bool(machine.gpus) == bool(measured_on.gpus)
+    ]
     if own:
         return OVER_ROOF * max(own)
     return max((OVER_OTHER_ROOF * rate for rate, _ in roofs), default=np.nan)

@@ -59,6 +59,16 @@ class TestRates:
         # One of its own says more.
         assert reasons(record, roofs=(roof, own))["forward"] == ["roof"]
 
+    @pytest.mark.parametrize("named", ["record", "roof"])
+    def test_a_roof_that_names_no_gpu_may_be_of_another(self, named: str) -> None:
+        record, roof = make_record(samples_ms={"forward": [[1.0]]}), roof_of(98.0)
+        assert reasons(record, roofs=(roof,))["forward"] == ["roof"]
+        {"record": record, "roof": roof}[named].environment["gpu_uuids"] = ["GPU-1"]
+        assert reasons(record, roofs=(roof,))["forward"] == []
+        # Both of them do.
+        record.environment["gpu_uuids"] = roof.environment["gpu_uuids"] = ["GPU-1"]
+        assert reasons(record, roofs=(roof,))["forward"] == ["roof"]
+
     @pytest.mark.parametrize(
         ("noted", "ms", "expected"),
         [
