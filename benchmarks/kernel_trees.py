@@ -11,8 +11,9 @@ Prints for each shape and arm the median over rounds of forward and backward; th
 over rounds of its time over the first arm's; and the range: largest minus smallest over median. Two
 passes whose gradients differ in a bit, and sums of |dq|, |dk| or |dv| that are off by 1% from the
 first arm's, are named; that is no test.
-Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask. Exits
-with 1 if an arm failed, or does not take one of the shapes.
+Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask; with
+/packed at the end the sequences are packed, with /ragged they have unequal lengths, too, and as
+many pairs as the dense batch. Exits with 1 if an arm failed, or does not take one of the shapes.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec
+from harness.tasks.lengths import ragged_lengths
+from kernels import BACKENDS, Attention, AttentionProblem, AttentionSpec, Packing
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,11 +64,21 @@ class Shape:
     head_dim: int
     causal: bool = True
     window: int | None = None
+    packing: str = "none"
+    """Or "packed", or "ragged"."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        if self.packing == "ragged":
+            return ragged_lengths(self.batch_size, self.tokens, seed=0)
+        return [self.tokens] * self.batch_size
 
 
 def shape_of(text: str) -> Shape:
     """As the command line has it; raises argparse.ArgumentTypeError."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?x(\d+)x(\d+)(/full|/window=(\d+))?", text)
+    mask, packing = r"(/full|/window=(\d+))?", "(?:/(packed|ragged))?"
+    found = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?x(\d+)x(\d+)" + mask + packing, text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text}: must be like 1x32:8x8192x128/window=1024")
     batch_size, heads, kv_heads, tokens, head_dim = (
@@ -82,6 +95,7 @@ def shape_of(text: str) -> Shape:
         head_dim=head_dim,
         causal=found[6] != "/full",
         window=int(found[7]) if found[7] else None,
+        packing=found[8] or "none",
     )
 
 
@@ -116,30 +130,47 @@ def serve(backend: str, calls: int, passes: Sequence[str]) -> None:
         return statistics.median(times)
 
     def prepare(shape: Shape) -> dict[str, Callable[[], Any]]:
+        lengths = shape.lengths
         problem = AttentionProblem(
             batch_size=shape.batch_size,
             num_heads=shape.heads,
             num_kv_heads=shape.kv_heads,
-            q_len=shape.tokens,
-            kv_len=shape.tokens,
+            q_len=max(lengths),
+            kv_len=max(lengths),
             head_dim=shape.head_dim,
             dtype=str(dtype).removeprefix("torch."),
             device=device,
             causal=shape.causal,
             needs_grad=True,
             window=shape.window,
+            packed=shape.packing != "none",
         )
         if reason := attention.why_unsupported(problem):
             raise ValueError(reason)
         torch.manual_seed(0)
-        q, k, v, do = (
-            torch.randn(
-                *(shape.batch_size, n, shape.tokens, shape.head_dim), device=device, dtype=dtype
+        packing = None
+        sizes = [(shape.batch_size, n, shape.tokens) for n in (shape.heads, shape.kv_heads)]
+        if problem.packed:
+            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            packing = Packing(
+                cu_seqlens_q=ends,
+                cu_seqlens_k=ends,
+                max_q_len=problem.q_len,
+                max_kv_len=problem.kv_len,
             )
-            for n in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+            sizes = [(sum(lengths), n) for n in (shape.heads, shape.kv_heads)]
+        of_queries, of_keys = sizes
+        q, k, v, do = (
+            torch.randn(*size, shape.head_dim, device=device, dtype=dtype)
+            for size in (of_queries, of_keys, of_keys, of_queries)
         )
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        spec = AttentionSpec(causal=shape.causal, scale=shape.head_dim**-0.5, window=shape.window)
+        spec = AttentionSpec(
+            causal=shape.causal,
+            scale=shape.head_dim**-0.5,
+            window=shape.window,
+            packing=packing,
+        )
         o = attention.attend(q, k, v, spec)
         return {
             "forward": lambda: attention.attend(q, k, v, spec),

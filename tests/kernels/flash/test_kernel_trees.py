@@ -26,7 +26,12 @@ def test_shapes() -> None:
     text = "2x8:4x64x16/window=9"
     assert shape_of(text) == Shape(text=text, kv_heads=4, window=9, **sizes)
     assert not shape_of("2x8x64x16/full").causal
-    for wrong in ("2x8x64", "2x8:3x64x16", "0x8x64x16", "2x8x64x16/window"):
+    text = "2x8x64x16/full/ragged"
+    ragged = shape_of(text)
+    assert ragged == Shape(text=text, kv_heads=8, causal=False, packing="ragged", **sizes)
+    assert len(set(ragged.lengths)) == 2
+    assert shape_of("2x8x64x16/packed").lengths == [64, 64]
+    for wrong in ("2x8x64", "2x8:3x64x16", "0x8x64x16", "2x8x64x16/window", "2x8x64x16/dense"):
         with pytest.raises(argparse.ArgumentTypeError, match=wrong):
             shape_of(wrong)
 
@@ -39,7 +44,16 @@ def test_trees_are_measured_and_one_that_is_broken_is_named(tmp_path: Path) -> N
     run = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.kernel_trees", "--backend", "flash_torch"),
-            *("--shapes", "1x2:1x32x8", "1x2x32x8/window=4", "--rounds", "2", "--calls", "1"),
+            *(
+                "--shapes",
+                "1x2:1x32x8",
+                "1x2x32x8/window=4",
+                "2x2x32x8/ragged",
+                "--rounds",
+                "2",
+                "--calls",
+                "1",
+            ),
             *(f"mine={ROOT}", f"other={tmp_path / 'other'}", f"broken={tmp_path / 'broken'}"),
             "sdpa_flash",
         ],
@@ -53,8 +67,9 @@ def test_trees_are_measured_and_one_that_is_broken_is_named(tmp_path: Path) -> N
     assert [line[0] for line in lines] == [
         *("1x2:1x32x8", "mine", "other", "broken", "sdpa_flash"),
         *("1x2x32x8/window=4", "mine", "other", "broken", "sdpa_flash"),
+        *("2x2x32x8/ragged", "mine", "other", "broken", "sdpa_flash"),
     ]
-    for line in (lines[1], lines[2], lines[4], lines[6], lines[7]):
+    for line in (*lines[1:3], lines[4], *lines[6:8], *lines[11:13]):
         assert line[1] == "forward"
         assert float(line[2]) > 0
         assert "size" not in line
