@@ -1,5 +1,7 @@
 """Runs the Hopper forward kernels' own source on a model of a multiprocessor, without numbers.
 
+:mod:`gluon_backward_model` does so with the backward kernel.
+
 What is modelled is who waits for whom. Barriers know the parity of their phase, as the hardware's
 do; copies and matmuls are finished later than they are asked for; and a kernel's roles run
 in an order drawn at random between any two of these steps. Tiles carry the name of their tensor
@@ -161,20 +163,27 @@ class Machine:
         self.back = threading.Semaphore(0)
         self.error: BaseException | None = None
         self.copies: list[Callable[[], None]] = []
-        self.roles: list[Role] = []
         self.current: Role | None = None
         self.stored: dict[int, list[Scores]] = {}
 
     def warp_specialize(self, partitions: list[Any], *_: Any) -> None:
         """Runs all roles to their end, or raises what the first one to fail did."""
-        self.roles = [Role(self, function, arguments) for function, arguments in partitions]
-        for role in self.roles:
-            role.thread.start()
+        self.run([[Role(self, function, arguments) for function, arguments in partitions]], 1)
+
+    def run(self, programs: list[list[Role]], at_once: int) -> None:
+        """Runs the roles of all programs, of which ``at_once`` run, and which start in order."""
+        waiting, running = list(programs), list[Role]()
         # How often each gets its turn differs by run: a role far behind is what goes wrong.
-        weights = {role: self.random.choice((1, 4, 16)) for role in self.roles}
+        weights = {role: self.random.choice((1, 4, 16)) for roles in programs for role in roles}
         copying = self.random.choice((1, 4, 16))
-        while not all(role.is_done for role in self.roles):
-            able = [r for r in self.roles if not r.is_done and (self.error or r.ready())]
+        places = at_once
+        while waiting or running:
+            while waiting and places:
+                places -= 1
+                running += waiting[0]
+                for role in waiting.pop(0):
+                    role.thread.start()
+            able = [r for r in running if self.error or r.ready()]
             if not able and not self.copies:
                 self.error = ProtocolError("deadlock")
                 continue
@@ -186,6 +195,12 @@ class Machine:
             self.current = chosen
             chosen.resume.release()
             self.back.acquire()
+            if chosen.is_done:
+                running.remove(chosen)
+                own = next(roles for roles in programs if chosen in roles)
+                places += all(role.is_done for role in own)
+                if self.error:
+                    waiting.clear()
         if self.error:
             raise self.error
         if self.copies:
@@ -210,9 +225,10 @@ class Machine:
         barrier.bytes += bytes_
         barrier.arrive()
 
-    def arrive(self, barrier: Barrier) -> None:
-        self.role.pause()
-        barrier.arrive()
+    def arrive(self, barrier: Barrier, pred: bool = True) -> None:
+        if pred:
+            self.role.pause()
+            barrier.arrive()
 
     def wait(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
         assert parity in (0, 1)

@@ -1,0 +1,205 @@
+"""Barriers and sums of the Hopper backward kernel, on a model that runs it in random orders."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate, product
+
+import pytest
+from gluon_backward_model import KEY_SUMS, BackwardMachine, Call, Pair, Rows, run_call
+from gluon_numbers import backward_functions
+
+from kernels.flash.hopper import schedule
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+
+SIZE = 128
+"""Keys of a program, and queries of a turn."""
+
+
+def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
+    """A call, and the lengths of its sequences."""
+    wide, causal = rng.random() < 0.6, rng.random() < 0.7
+    q_len, kv_len = rng.randint(1, 500), rng.randint(1, 500)
+    window, prefix_len, shift, mask = 0, 0, 0, "plain"
+    if rng.random() < 0.3:
+        shift = rng.choice((0, rng.randint(-600, 600)))
+        window, mask = rng.choice((1, 64, rng.randint(1, 600))), "window"
+        if causal and rng.random() < 0.4:
+            window, prefix_len, mask = 0, rng.randint(0, 600), "prefix"
+    lengths, cu_seqlens = [(q_len, kv_len)], None
+    if rng.random() < 0.3:
+        lengths += [(rng.randint(0, q_len), rng.randint(0, kv_len)) for _ in range(2)]
+        rng.shuffle(lengths)
+        cu_seqlens = tuple([0, *accumulate(x[i] for x in lengths)] for i in (0, 1))
+    group_size = rng.choice((1, 1, 2, 4))
+    num_members = rng.choice([n for n in (1, 2, 4) if n <= group_size])
+    num_heads = group_size * rng.choice((1, 2))
+    heads = len(lengths) * num_heads // num_members
+    num_key_tiles = -(-kv_len // SIZE)
+    programs, order, order_count = heads * num_key_tiles, "none", 0
+    heads_at_once = rng.randint(1, heads)
+    if causal and mask == "plain":
+        order = rng.choice(("none", "heads", "keys", "bands"))
+    if order == "heads":
+        order_count = heads - rng.randrange(heads) // heads_at_once * heads_at_once
+    if order == "keys":
+        order_count, heads_at_once = rng.randint(1, num_key_tiles), heads
+    if order == "bands" and cu_seqlens is None:
+        # Queries and keys are as many as each other.
+        lengths, q_len = [(kv_len, kv_len)], kv_len
+        turned = rng.random() < 0.5
+        order_count = -(-num_key_tiles // 2) if turned else rng.randint(1, num_key_tiles)
+        found = schedule.Bands(order_count, -(-num_key_tiles // order_count), turned)
+        if turned and found.number == 2:
+            order = "halves"
+        programs, heads_at_once = heads * found.programs(num_key_tiles), heads
+    elif order == "bands":
+        order = "none"
+    tail = rng.choice((0, 32)) if wide else 0
+    call = Call(
+        q_len=q_len,
+        kv_len=kv_len,
+        cu_seqlens=cu_seqlens,
+        num_heads=num_heads,
+        group_size=group_size,
+        num_members=num_members,
+        causal=causal,
+        mask=mask,
+        edges=(window, prefix_len, shift),
+        unmasked=schedule.has_unmasked_turns(causal, window or None),
+        order=order,
+        order_count=order_count,
+        heads_at_once=heads_at_once,
+        programs=programs,
+        at_once=rng.randint(1, 5),
+        wide=wide,
+        tail=tail,
+        apart=wide and rng.random() < 0.4,
+        rolled=wide and not tail and rng.random() < 0.4,
+    )
+    return call, lengths
+
+
+def check(seed: int, edit: tuple[str, str] | None = None) -> None:
+    """Each pair of a head's queries and keys that a turn has is in dQ, dK and dV once."""
+    rng = random.Random(seed)
+    call, lengths = random_call(rng)
+    machine = run_call(call, rng.randrange(1 << 30), edit)
+    pairs = wanted_pairs(call, lengths)
+    check_gradients(machine, call, pairs)
+    check_sums(machine, call, pairs)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """64 queries and 64 keys that a turn has."""
+
+    query: Rows
+    key: Rows
+    is_masked: bool
+    has_keys: bool
+    """Whether the first of the keys is one of the sequence's."""
+
+
+def wanted_pairs(call: Call, lengths: list[tuple[int, int]]) -> list[Wanted]:
+    kernel = backward_functions()
+    edges, constants = kernel.Edges(*call.edges), (call.causal, call.mask)
+    wanted = []
+    starts = call.cu_seqlens or ([0], [0])
+    for number, (q_len, kv_len) in enumerate(lengths):
+        for tile in range(-(-kv_len // SIZE)):
+            own = kernel.turns_of_keys(tile, q_len, kv_len, edges, False, SIZE, *constants)
+            for turn in range(own.first, own.end):
+                whole = own.first + own.num_masked <= turn < own.unmasked_end
+                for head, i, j in product(range(call.num_heads), (0, 64), (0, 64)):
+                    query, key = SIZE * turn + i, SIZE * tile + j
+                    wanted.append(
+                        Wanted(
+                            query=(head, starts[0][number] + query),
+                            key=(head // call.group_size, starts[1][number] + key),
+                            is_masked=not (whole and call.unmasked),
+                            has_keys=key < kv_len,
+                        )
+                    )
+    return wanted
+
+
+def check_gradients(machine: BackwardMachine, call: Call, wanted: list[Wanted]) -> None:
+    """dK and dV of all keys, whose queries see some of them or not."""
+    by_key: dict[Rows, dict[Rows, bool]] = defaultdict(dict)
+    for pair in wanted:
+        if pair.has_keys:
+            by_key[pair.key][pair.query] = pair.is_masked
+    columns = {0, 64} if call.tail else {0}
+    stored = {(head, first) for _, head, first, _ in machine.gradients}
+    assert by_key.keys() <= stored
+    assert machine.gradients.keys() == {
+        (kind, *key, column) for key, kind, column in product(stored, ("dk", "dv"), columns)
+    }
+    for (kind, head, first, _), pairs in machine.gradients.items():
+        assert {pair.key for pair in pairs} <= {(head, first)}
+        assert len({pair.query for pair in pairs}) == len(pairs)
+        queries = by_key[head, first]
+        assert {pair.query for pair in pairs} == queries.keys()
+        if kind == "dv":
+            assert all(pair.is_masked == queries[pair.query] for pair in pairs)
+
+
+def check_sums(machine: BackwardMachine, call: Call, wanted: list[Wanted]) -> None:
+    """dQ has each pair once for each 64 columns, and programs add in the order of their keys."""
+    parts = 2 if call.wide else 1
+    got: list[tuple[int, Pair]] = []
+    for place, sums in machine.added.items():
+        if place >= KEY_SUMS:
+            continue
+        part = place // 4096 % parts
+        assert {one.column for one in sums} == {part}
+        keys = [one.pairs[0].key for one in sums]
+        assert keys in (sorted(keys), sorted(keys, reverse=True))
+        got += [(part, pair) for one in sums for pair in one.pairs]
+        assert len({pair.query for one in sums for pair in one.pairs}) == 1
+    assert len(got) == len(set(got))
+    assert {(part, pair.query, pair.key) for part, pair in got} == {
+        (part, pair.query, pair.key) for part, pair in product(range(parts), wanted)
+    }
+
+
+def test_programs() -> None:
+    for seed in range(60):
+        check(seed)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("mbarrier.wait(shared.kv_ready, 0)", "pass"),
+        ("mbarrier.wait(shared.q_ready.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)", "pass"),
+        ("mbarrier.wait(shared.do_ready.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.free.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)", "pass"),
+        ("mbarrier.wait(shared.ds_ready, parity ^ 1)", "pass"),
+        ("fence_async_shared()", "pass"),
+        ("new_ds = 4 * opaque(parity)", "new_ds = 0"),
+        ("while gl.load(count, volatile=True) < before:", "while False:"),
+        ("mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)", "pass"),
+        ("mbarrier.wait(shared.closed.index(part & 1), ((part + 2) >> 1) & 1)", "pass"),
+        ("mbarrier.wait(shared.done.index(part & 1), (part >> 1) & 1)", "pass"),
+        ("mbarrier.wait(shared.opened, opened, pred=now.has_dq)", "pass"),
+        (
+            "warpgroup_mma_wait(1, deps=[dk, dv, ds, a])",
+            "warpgroup_mma_wait(2, deps=[dk, dv, ds, a])",
+        ),
+    ],
+    ids=lambda edit: edit[0][:60],
+)
+def test_notices(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for seed in range(200):
+            check(seed, edit)
+
+    with pytest.raises(AssertionError):
+        check_many()

@@ -1,0 +1,369 @@
+"""Runs the source of the Hopper backward kernel of at most 128 columns on :mod:`gluon_model`.
+
+All programs of a call are modelled, as they add to the same sums of dQ, dK and dV: a few run at
+once, and others start in their order as these end. Shared memory that threads have written, which
+matmuls read, counts as written once they have issued a fence.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gluon_model import (
+    ANYTHING,
+    Anything,
+    Barrier,
+    Buffers,
+    Descriptor,
+    Language,
+    Machine,
+    Matmul,
+    Place,
+    ProtocolError,
+    Role,
+    Tile,
+    load,
+    tile_names,
+)
+
+KEY_SUMS, KEY_COUNTS = 1 << 40, 1 << 41
+"""Addresses; sums and counts of dQ begin at 0."""
+
+Rows = tuple[int, int]
+"""A head and the first of 64 rows, counted through a packed batch."""
+
+
+@dataclass(frozen=True)
+class Pair(Anything):
+    """A tile of 64 queries and 64 keys of S, P, dP or dS."""
+
+    kind: str
+    query: Rows
+    key: Rows
+    is_masked: bool = False
+
+    def to(self, _: Any) -> Pair:
+        return self
+
+    def __mul__(self, other: Any) -> Pair:
+        assert self.kind == "p"
+        if other.kind != "dp - delta" or (other.query, other.key) != (self.query, self.key):
+            raise ProtocolError(f"{self} times {other}")
+        return Pair("ds", self.query, self.key)
+
+    def __sub__(self, delta: Any) -> Pair:
+        assert self.kind == "dp"
+        if (delta.name, delta.rows) != ("delta", self.query):
+            raise ProtocolError(f"{delta} for {self}")
+        return Pair("dp - delta", self.query, self.key)
+
+
+@dataclass(frozen=True)
+class Loaded(Anything):
+    """What a thread has read of a tile."""
+
+    name: str
+    rows: Rows
+
+
+NEVER = Pair("never computed", (-1, -1), (-1, -1))
+NEVER_READ = Loaded("never read", (-1, -1))
+
+
+@dataclass(frozen=True)
+class Sum(Anything):
+    """64 rows of dQ, dK or dV: the pairs that were added up, of which columns."""
+
+    pairs: tuple[Pair, ...]
+    column: int = 0
+
+    def __mul__(self, _: Any) -> Sum:
+        return self
+
+
+def pairs_of(x: Any) -> tuple[Pair, ...]:
+    """Those of a sum; none of zeros."""
+    return x.pairs if isinstance(x, Sum) else ()
+
+
+class SharedTile(Tile):
+    """A buffer whose ``holds`` is a tensor's name and rows, or dS and its queries."""
+
+    def __init__(self, machine: BackwardMachine) -> None:
+        super().__init__()
+        self.machine = machine
+        self.is_fenced = True
+
+    def load(self, _: Any) -> Loaded:
+        return Loaded(*self.holds) if self.holds else NEVER_READ
+
+    def store(self, x: Pair) -> None:
+        self.machine.role.pause()
+        self.holds, self.is_fenced = (x, x.query), False
+        self.machine.unfenced[self.machine.role].append(self)
+
+
+@dataclass(frozen=True)
+class Part:
+    """64 columns of a tile of keys, in units of 64."""
+
+    tile: SharedTile
+    column: int
+
+
+class SharedBuffers(Buffers):
+    """Several tiles, also as their parts, or several barriers."""
+
+    def __init__(self, parts: list[Any], shape: list[int]) -> None:
+        super().__init__(list, 0)
+        self.parts, self.shape = parts, shape
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> SharedBuffers:
+        each = shape[0] // len(self.parts)
+        if each == 1:
+            return SharedBuffers(self.parts, shape)
+        return SharedBuffers([Part(x, i) for x in self.parts for i in range(each)], shape)
+
+
+class BackwardMachine(Machine):
+    """All programs of a call; what they stored and added."""
+
+    def __init__(
+        self, seed: int, grid: int, at: Callable[[str, list[int]], tuple[str, Rows]]
+    ) -> None:
+        super().__init__(seed, (0, 0), grid)
+        self.at = at
+        self.programs: list[list[Role]] = []
+        self.numbers: dict[int, int] = defaultdict(int)
+        self.seen: dict[tuple[Role, int], int] = {}
+        self.added: dict[int, list[Sum]] = defaultdict(list)
+        self.gradients: dict[tuple[str, int, int, int], tuple[Pair, ...]] = {}
+        self.unfenced: dict[Role, list[SharedTile]] = defaultdict(list)
+
+    def warp_specialize(self, partitions: list[Any], *_: Any) -> None:
+        self.programs.append(
+            [Role(self, function, arguments) for function, arguments in partitions]
+        )
+
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], _: Any) -> Any:
+        if isinstance(dtype, str):
+            barriers = [Barrier() for _ in range(shape[0])]
+            return barriers[0] if len(shape) == 1 else SharedBuffers(barriers, shape)
+        return SharedBuffers([SharedTile(self) for _ in range(shape[0])], shape)
+
+    def async_copy_global_to_shared(
+        self, name: Any, coordinates: list[int], barrier: Barrier, tile: Tile, pred: bool = True
+    ) -> None:
+        self.role.pause()
+        tile.holds = None
+
+        def land() -> None:
+            tile.holds = self.at(name.name, coordinates)
+            barrier.bytes -= name.block_type.nbytes
+            barrier.settle()
+
+        self.copies.append(land)
+
+    def fence(self) -> None:
+        self.role.pause()
+        for tile in self.unfenced.pop(self.role, []):
+            tile.is_fenced = True
+
+    def load(self, place: Any, **_: Any) -> int:
+        """A number; who reads one again waits until it is another, so that deadlocks show."""
+        if isinstance(place, Place):
+            return place.numbers[place.offset]
+        role = self.role
+        last = self.seen.get((role, place))
+        role.pause(lambda: self.numbers[place] != last)
+        self.seen[role, place] = self.numbers[place]
+        return self.numbers[place]
+
+    def atomic_xchg(self, place: int, number: int, **_: Any) -> None:
+        self.role.pause()
+        self.numbers[place] = number
+
+    def warpgroup_mma(self, a: Any, b: Any, c: Any, **_: Any) -> Any:
+        self.role.pause()
+        column = b.column if isinstance(b, Part) else 0
+        b = b.tile if isinstance(b, Part) else b
+        tiles = [x for x in (a, b) if isinstance(x, SharedTile)]
+        if not all(tile.is_fenced for tile in tiles):
+            raise ProtocolError("a matmul reads what has been written, and not yet fenced")
+        self.role.matmuls.append(Matmul([(tile, tile.holds) for tile in tiles if tile.holds]))
+        left = (a.name, a.rows) if isinstance(a, Loaded) else getattr(a, "holds", a)
+        if left is None or b.holds is None:
+            # dQ of no turn, and scores behind the last one: they may be computed, but not used.
+            return Sum((NEVER,)) if isinstance(a, SharedTile) and left is None else NEVER
+        name, rows = b.holds
+        if isinstance(left, tuple) and isinstance(left[0], str):
+            kind = {("k", "q"): "s", ("v", "do"): "dp"}.get((left[0], name))
+            if kind is None:
+                raise ProtocolError(f"scores of {left} and {name}")
+            return Pair(kind, rows, left[1])
+        pair = left[0] if isinstance(left, tuple) else left
+        wanted = {"p": ("do", pair.query), "ds": ("q", pair.query)}[pair.kind]
+        if isinstance(a, Tile):
+            wanted = ("k", pair.key)
+        if (name, rows) != wanted:
+            raise ProtocolError(f"{pair} times {name} {rows}")
+        pairs = *pairs_of(c), pair
+        return Sum((NEVER,) if NEVER in pairs else pairs, column)
+
+    def probabilities(self, s: Pair, lse: Loaded, *arguments: Any) -> Pair:
+        if s.kind != "s" or (lse.name, lse.rows) != ("lse", s.query):
+            raise ProtocolError(f"{lse} for {s}")
+        return Pair("p", s.query, s.key, is_masked=arguments[8])
+
+    def add_tile(self, place: int, x: Sum, is_first: bool) -> None:
+        self.role.pause()
+        if NEVER in pairs_of(x):
+            raise ProtocolError("what was never computed is added")
+        if is_first != (not self.added[place]):
+            raise ProtocolError(f"{x} is added before, or after, the first one")
+        self.added[place].append(Sum(pairs_of(x), x.column if isinstance(x, Sum) else 0))
+
+    def with_sums(self, x: Sum, place: int, *_: Any) -> Sum:
+        self.role.pause()
+        return Sum((*(pair for one in self.added[place] for pair in one.pairs), *pairs_of(x)))
+
+    def store_gradient(self, x: Any, rows: Any, first: int, column: int, *_: Any) -> None:
+        key = rows.pointer, rows.head, rows.start + first, column
+        if first < rows.length:
+            if key in self.gradients:
+                raise ProtocolError(f"{key} is stored twice")
+            self.gradients[key] = pairs_of(x)
+
+
+class BackwardLanguage(Language):
+    """``gl`` of the backward kernel."""
+
+    int64 = "int64"
+    SwizzledSharedLayout = ANYTHING
+    abs = staticmethod(abs)
+
+    def __init__(self, machine: BackwardMachine) -> None:
+        super().__init__(machine)
+        self.load, self.atomic_xchg = machine.load, machine.atomic_xchg  # type: ignore[method-assign]
+
+
+@dataclass(kw_only=True, frozen=True)
+class Call:
+    """A call of one sequence, or of a packed batch, and how it is divided."""
+
+    q_len: int
+    kv_len: int
+    """Of the longest sequence."""
+    cu_seqlens: tuple[list[int], list[int]] | None
+    """Of queries and keys of a packed batch."""
+    num_heads: int
+    group_size: int
+    num_members: int
+    """Query heads of a program."""
+    causal: bool
+    mask: str
+    """The constant MASK, and ``edges`` its window, prefix_len and shift."""
+    edges: tuple[int, int, int]
+    unmasked: bool
+    order: str
+    """The constant ORDER, and ``order_count`` and ``heads_at_once`` what it counts."""
+    order_count: int
+    heads_at_once: int
+    programs: int
+    at_once: int
+    """Programs that run at the same time."""
+    wide: bool
+    """Whether dQ has 128 columns, else 64, and keys stay in registers."""
+    tail: int
+    """Columns of the head dim that a second matmul takes; 0 for none."""
+    apart: bool
+    rolled: bool
+
+    @property
+    def shared(self) -> bool:
+        """Whether programs add up dK and dV."""
+        return self.num_members < self.group_size or self.order in ("bands", "halves")
+
+
+def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> BackwardMachine:
+    """The machine after all programs of a call.
+
+    Args:
+        edit: a line of the kernel's source, and what to put in its place.
+    """
+    # Triton exists for Linux alone, and who imports this file may have to skip.
+    from kernels.flash.hopper import backward, backward_order, backward_sharing, tiles
+
+    starts = call.cu_seqlens[0] if call.cu_seqlens else [0, call.q_len]
+    lines = [
+        (start + 128 * n) // 128 * 128 if call.cu_seqlens else 0 for n, start in enumerate(starts)
+    ]
+    num_tokens = starts[-1], call.cu_seqlens[1][-1] if call.cu_seqlens else call.kv_len
+    padded = [(n + 128 * len(starts)) // 128 * 128 for n in num_tokens]
+
+    def at(name: str, coordinates: list[int]) -> tuple[str, Rows]:
+        if name != "statistics":
+            return name, (coordinates[1], coordinates[2])
+        line, column = coordinates
+        sequence = max(n for n in range(len(starts) - 1) if lines[n] <= column)
+        row = starts[sequence] + column - lines[sequence]
+        return ("lse", "delta")[line // call.num_heads], (line % call.num_heads, row)
+
+    machine = BackwardMachine(seed, call.programs, at)
+    same = lambda x, *_: x  # noqa: E731
+    names: dict[str, Any] = {
+        "gl": BackwardLanguage(machine),
+        "mbarrier": machine,
+        "tma": machine,
+        "warpgroup_mma": machine.warpgroup_mma,
+        "warpgroup_mma_wait": machine.warpgroup_mma_wait,
+        "fence_async_shared": machine.fence,
+        "columns": same,
+        "opaque": same,
+        "number_of_thread": same,
+        "probabilities": machine.probabilities,
+        "add_tile": machine.add_tile,
+        "add_tile_by_thread": lambda place, _, x, is_first: machine.add_tile(place, x, is_first),
+        "with_sums": machine.with_sums,
+        "store_rows": machine.store_gradient,
+    }
+    names |= tile_names()
+    structures = ("Inputs", "Heads", "Turns", "Gradients")
+    names |= {name: getattr(backward_order, name) for name in structures}
+    names |= {name: getattr(backward, name) for name in ("Shared", "Views", "HalfTurn", "Progress")}
+    names["Sharing"] = backward_sharing.Sharing
+    edits = edit, (".to(gl.int64)", "")
+    load(names, tiles, ("offsets", "sequence"), *edits)
+    places = ("place_in_order", "place_in_bands", "in_band", "lines_before", "turn_of", "tile_of")
+    turns = ("turns_of_keys", "bounds_of_loops", "programs_before", "start_scores")
+    load(names, backward_order, (*places, *turns), *edits)
+    load(
+        names,
+        backward_order,
+        ("wait_until_open", "open_turns", "close_turns", "open_sums", "close_sums"),
+        *edits,
+    )
+    load(names, backward_sharing, ("sharing_of", "give"), *edits)
+    roles = ("produce", "after", "start_gradient", "dq_tile", "add_last_dq", "half_turn")
+    load(names, backward, (*roles, "take_turns", "accumulate", "flash_backward"), *edits)
+    offsets = (
+        [Place(numbers) for numbers in call.cu_seqlens] if call.cu_seqlens else [ANYTHING, ANYTHING]
+    )
+    main = 64 if call.tail or not call.wide else 128
+    for program in range(call.programs):
+        machine.program = program, 0
+        names["flash_backward"](
+            *(Descriptor(name) for name in ("q", "do", "k", "v", "statistics")),
+            *(0, 0, KEY_SUMS, KEY_COUNTS, "dk", "dv", *offsets, *[0] * 6),
+            *(call.num_heads, call.group_size, call.num_members),
+            *(call.heads_at_once, call.order_count, call.q_len, call.kv_len),
+            *(call.num_heads, *padded, *call.edges, ANYTHING, ANYTHING),
+            *(2 if call.wide else 4, not call.wide, call.apart, call.rolled, call.unmasked),
+            *(call.order, call.shared, False, 96, 128 if call.wide else 64, main, call.tail),
+            *(call.causal, call.mask, 0.0, call.cu_seqlens is not None, 4),
+        )
+    machine.run(machine.programs, call.at_once)
+    return machine
