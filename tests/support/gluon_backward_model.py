@@ -1,4 +1,4 @@
-"""Runs the source of the Hopper backward kernel of at most 128 columns on :mod:`gluon_model`.
+"""Runs the source of the Hopper backward kernels on :mod:`gluon_model`.
 
 All programs of a call are modelled, as they add to the same sums of dQ, dK and dV: a few run at
 once, and others start in their order as these end. Shared memory that threads have written, which
@@ -49,10 +49,16 @@ class Pair(Anything):
         return self
 
     def __mul__(self, other: Any) -> Pair:
-        assert self.kind == "p"
-        if other.kind != "dp - delta" or (other.query, other.key) != (self.query, self.key):
+        if (other.query, other.key) != (self.query, self.key):
             raise ProtocolError(f"{self} times {other}")
-        return Pair("ds", self.query, self.key)
+        product = {
+            ("p", "dp - delta"): "ds",
+            # Under a cap on the scores.
+            ("p", "slope"): "p * slope",
+            ("p * slope", "dp - delta"): "ds",
+            ("ds", "slope"): "ds",
+        }[self.kind, other.kind]
+        return Pair(product, self.query, self.key)
 
     def __sub__(self, delta: Any) -> Pair:
         assert self.kind == "dp"
@@ -79,6 +85,7 @@ class Sum(Anything):
 
     pairs: tuple[Pair, ...]
     column: int = 0
+    shape = ANYTHING
 
     def __mul__(self, _: Any) -> Sum:
         return self
@@ -90,20 +97,28 @@ def pairs_of(x: Any) -> tuple[Pair, ...]:
 
 
 class SharedTile(Tile):
-    """A buffer whose ``holds`` is a tensor's name and rows, or dS and its queries."""
+    """A buffer whose ``holds`` is a tensor's name and rows, or P or dS and its queries."""
+
+    type = ANYTHING
 
     def __init__(self, machine: BackwardMachine) -> None:
         super().__init__()
         self.machine = machine
         self.is_fenced = True
 
-    def load(self, _: Any) -> Loaded:
-        return Loaded(*self.holds) if self.holds else NEVER_READ
+    def load(self, _: Any) -> Any:
+        if self.holds is None:
+            return NEVER_READ
+        name, rows = self.holds
+        return name if isinstance(name, Pair) else Loaded(name, rows)
 
     def store(self, x: Pair) -> None:
         self.machine.role.pause()
         self.holds, self.is_fenced = (x, x.query), False
         self.machine.unfenced[self.machine.role].append(self)
+
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> SharedBuffers:
+        return SharedBuffers([self], [1])._reinterpret(dtype, shape, layout)
 
 
 @dataclass(frozen=True)
@@ -152,6 +167,8 @@ class BackwardMachine(Machine):
         if isinstance(dtype, str):
             barriers = [Barrier() for _ in range(shape[0])]
             return barriers[0] if len(shape) == 1 else SharedBuffers(barriers, shape)
+        if len(shape) == 1:
+            return SharedTile(self)
         return SharedBuffers([SharedTile(self) for _ in range(shape[0])], shape)
 
     def async_copy_global_to_shared(
@@ -191,13 +208,19 @@ class BackwardMachine(Machine):
         column = b.column if isinstance(b, Part) else 0
         b = b.tile if isinstance(b, Part) else b
         tiles = [x for x in (a, b) if isinstance(x, SharedTile)]
-        if not all(tile.is_fenced for tile in tiles):
-            raise ProtocolError("a matmul reads what has been written, and not yet fenced")
-        self.role.matmuls.append(Matmul([(tile, tile.holds) for tile in tiles if tile.holds]))
         left = (a.name, a.rows) if isinstance(a, Loaded) else getattr(a, "holds", a)
-        if left is None or b.holds is None:
-            # dQ of no turn, and scores behind the last one: they may be computed, but not used.
-            return Sum((NEVER,)) if isinstance(a, SharedTile) and left is None else NEVER
+        is_there = left is not None and b.holds is not None and all(x.is_fenced for x in tiles)
+        if isinstance(a, SharedTile) and b.holds and b.holds[0] == "k":
+            # dQ of the turn before is computed in the first turn, too, and not used.
+            is_there = is_there and left[0].kind == "ds"
+            if not is_there:
+                return Sum((NEVER,))
+        elif left is not None and b.holds is None:
+            # Nor are scores behind the last turn.
+            return NEVER
+        if not is_there:
+            raise ProtocolError("a matmul reads what is not there, or not yet fenced")
+        self.role.matmuls.append(Matmul([(tile, tile.holds) for tile in tiles if tile.holds]))
         name, rows = b.holds
         if isinstance(left, tuple) and isinstance(left[0], str):
             kind = {("k", "q"): "s", ("v", "do"): "dp"}.get((left[0], name))
@@ -205,10 +228,8 @@ class BackwardMachine(Machine):
                 raise ProtocolError(f"scores of {left} and {name}")
             return Pair(kind, rows, left[1])
         pair = left[0] if isinstance(left, tuple) else left
-        wanted = {"p": ("do", pair.query), "ds": ("q", pair.query)}[pair.kind]
-        if isinstance(a, Tile):
-            wanted = ("k", pair.key)
-        if (name, rows) != wanted:
+        wanted = {"k": ("ds", pair.key), "q": ("ds", pair.query), "do": ("p", pair.query)}
+        if wanted[name] != (pair.kind, rows):
             raise ProtocolError(f"{pair} times {name} {rows}")
         pairs = *pairs_of(c), pair
         return Sum((NEVER,) if NEVER in pairs else pairs, column)
@@ -217,6 +238,11 @@ class BackwardMachine(Machine):
         if s.kind != "s" or (lse.name, lse.rows) != ("lse", s.query):
             raise ProtocolError(f"{lse} for {s}")
         return Pair("p", s.query, s.key, is_masked=arguments[8])
+
+    def slope_of_cap(self, p: Pair, lse: Loaded, _: float) -> Pair:
+        if (p.kind, lse.name, lse.rows) != ("p", "lse", p.query):
+            raise ProtocolError(f"{lse} for {p}")
+        return Pair("slope", p.query, p.key)
 
     def add_tile(self, place: int, x: Sum, is_first: bool) -> None:
         self.role.pause()
@@ -275,11 +301,13 @@ class Call:
     programs: int
     at_once: int
     """Programs that run at the same time."""
-    wide: bool
-    """Whether dQ has 128 columns, else 64, and keys stay in registers."""
+    columns: int
+    """In shared memory: 64, 128, or 256 of the wide kernel."""
     tail: int
     """Columns of the head dim that a second matmul takes; 0 for none."""
+    softcap: float
     apart: bool
+    """This and the next one: not of the wide kernel."""
     rolled: bool
 
     @property
@@ -295,7 +323,13 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         edit: a line of the kernel's source, and what to put in its place.
     """
     # Triton exists for Linux alone, and who imports this file may have to skip.
-    from kernels.flash.hopper import backward, backward_order, backward_sharing, tiles
+    from kernels.flash.hopper import (
+        backward,
+        backward_order,
+        backward_sharing,
+        backward_wide,
+        tiles,
+    )
 
     starts = call.cu_seqlens[0] if call.cu_seqlens else [0, call.q_len]
     lines = [
@@ -325,6 +359,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         "opaque": same,
         "number_of_thread": same,
         "probabilities": machine.probabilities,
+        "slope_of_cap": machine.slope_of_cap,
         "add_tile": machine.add_tile,
         "add_tile_by_thread": lambda place, _, x, is_first: machine.add_tile(place, x, is_first),
         "with_sums": machine.with_sums,
@@ -333,7 +368,6 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     names |= tile_names()
     structures = ("Inputs", "Heads", "Turns", "Gradients")
     names |= {name: getattr(backward_order, name) for name in structures}
-    names |= {name: getattr(backward, name) for name in ("Shared", "Views", "HalfTurn", "Progress")}
     names["Sharing"] = backward_sharing.Sharing
     edits = edit, (".to(gl.int64)", "")
     load(names, tiles, ("offsets", "sequence"), *edits)
@@ -347,23 +381,30 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         *edits,
     )
     load(names, backward_sharing, ("sharing_of", "give"), *edits)
-    roles = ("produce", "after", "start_gradient", "dq_tile", "add_last_dq", "half_turn")
-    load(names, backward, (*roles, "take_turns", "accumulate", "flash_backward"), *edits)
-    offsets = (
-        [Place(numbers) for numbers in call.cu_seqlens] if call.cu_seqlens else [ANYTHING, ANYTHING]
-    )
-    main = 64 if call.tail or not call.wide else 128
+    kernel, main = backward, 64 if call.tail or call.columns == 64 else call.columns
+    constants: tuple[Any, ...] = 4 if call.columns == 64 else 2, call.columns == 64
+    constants += (call.apart, call.rolled, call.unmasked, call.order, call.shared, False)
+    constants += (96, call.columns, main, call.tail, call.causal, call.mask, call.softcap)
+    functions = ("after", "start_gradient", "dq_tile", "add_last_dq", "half_turn", "flash_backward")
+    structures = ("Shared", "Views", "HalfTurn", "Progress")
+    if call.columns == 256:
+        kernel = backward_wide
+        constants = 2, 256, 256, main, call.tail, call.causal, call.mask, call.softcap
+        constants += (call.order, call.shared, False)
+        functions = ("start_dq", "turn_of_scores", "turn_of_gradients", "flash_backward_wide")
+        structures = ("Shared", "Views", "Turn", "Progress")
+    names |= {name: getattr(kernel, name) for name in structures}
+    load(names, kernel, ("produce", "take_turns", "accumulate", *functions), *edits)
+    offsets = [Place(x) for x in call.cu_seqlens] if call.cu_seqlens else [ANYTHING, ANYTHING]
     for program in range(call.programs):
         machine.program = program, 0
-        names["flash_backward"](
+        names[functions[-1]](
             *(Descriptor(name) for name in ("q", "do", "k", "v", "statistics")),
             *(0, 0, KEY_SUMS, KEY_COUNTS, "dk", "dv", *offsets, *[0] * 6),
             *(call.num_heads, call.group_size, call.num_members),
             *(call.heads_at_once, call.order_count, call.q_len, call.kv_len),
             *(call.num_heads, *padded, *call.edges, ANYTHING, ANYTHING),
-            *(2 if call.wide else 4, not call.wide, call.apart, call.rolled, call.unmasked),
-            *(call.order, call.shared, False, 96, 128 if call.wide else 64, main, call.tail),
-            *(call.causal, call.mask, 0.0, call.cu_seqlens is not None, 4),
+            *(*constants, call.cu_seqlens is not None, 4),
         )
     machine.run(machine.programs, call.at_once)
     return machine

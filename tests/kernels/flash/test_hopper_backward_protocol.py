@@ -1,4 +1,4 @@
-"""Barriers and sums of the Hopper backward kernel, on a model that runs it in random orders."""
+"""Barriers and sums of the Hopper backward kernels, on a model that runs it in random orders."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from kernels.flash.hopper import schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-SIZE = 128
-"""Keys of a program, and queries of a turn."""
+
+def size_of(columns: int) -> int:
+    """Keys of a program, and queries of a turn."""
+    return 64 if columns == 256 else 128
 
 
 def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
     """A call, and the lengths of its sequences."""
-    wide, causal = rng.random() < 0.6, rng.random() < 0.7
+    columns, causal = rng.choice((64, 128, 128, 256)), rng.random() < 0.7
     q_len, kv_len = rng.randint(1, 500), rng.randint(1, 500)
     window, prefix_len, shift, mask = 0, 0, 0, "plain"
     if rng.random() < 0.3:
@@ -38,11 +40,11 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
     num_members = rng.choice([n for n in (1, 2, 4) if n <= group_size])
     num_heads = group_size * rng.choice((1, 2))
     heads = len(lengths) * num_heads // num_members
-    num_key_tiles = -(-kv_len // SIZE)
+    num_key_tiles = -(-kv_len // size_of(columns))
     programs, order, order_count = heads * num_key_tiles, "none", 0
     heads_at_once = rng.randint(1, heads)
     if causal and mask == "plain":
-        order = rng.choice(("none", "heads", "keys", "bands"))
+        order = rng.choice(("none", "heads", "keys", "bands" if columns <= 128 else "none"))
     if order == "heads":
         order_count = heads - rng.randrange(heads) // heads_at_once * heads_at_once
     if order == "keys":
@@ -58,7 +60,7 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         programs, heads_at_once = heads * found.programs(num_key_tiles), heads
     elif order == "bands":
         order = "none"
-    tail = rng.choice((0, 32)) if wide else 0
+    tail = rng.choice((0, 32)) if columns == 128 else 0
     call = Call(
         q_len=q_len,
         kv_len=kv_len,
@@ -69,16 +71,17 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         causal=causal,
         mask=mask,
         edges=(window, prefix_len, shift),
-        unmasked=schedule.has_unmasked_turns(causal, window or None),
+        unmasked=columns == 256 or schedule.has_unmasked_turns(causal, window or None),
         order=order,
         order_count=order_count,
         heads_at_once=heads_at_once,
         programs=programs,
         at_once=rng.randint(1, 5),
-        wide=wide,
+        columns=columns,
         tail=tail,
-        apart=wide and rng.random() < 0.4,
-        rolled=wide and not tail and rng.random() < 0.4,
+        softcap=rng.choice((0.0, 0.0, 5.0)),
+        apart=columns == 128 and rng.random() < 0.4,
+        rolled=columns == 128 and not tail and rng.random() < 0.4,
     )
     return call, lengths
 
@@ -108,14 +111,16 @@ def wanted_pairs(call: Call, lengths: list[tuple[int, int]]) -> list[Wanted]:
     kernel = backward_functions()
     edges, constants = kernel.Edges(*call.edges), (call.causal, call.mask)
     wanted = []
+    size = size_of(call.columns)
+    parts = range(0, size, 64)
     starts = call.cu_seqlens or ([0], [0])
     for number, (q_len, kv_len) in enumerate(lengths):
-        for tile in range(-(-kv_len // SIZE)):
-            own = kernel.turns_of_keys(tile, q_len, kv_len, edges, False, SIZE, *constants)
+        for tile in range(-(-kv_len // size)):
+            own = kernel.turns_of_keys(tile, q_len, kv_len, edges, False, size, *constants)
             for turn in range(own.first, own.end):
                 whole = own.first + own.num_masked <= turn < own.unmasked_end
-                for head, i, j in product(range(call.num_heads), (0, 64), (0, 64)):
-                    query, key = SIZE * turn + i, SIZE * tile + j
+                for head, i, j in product(range(call.num_heads), parts, parts):
+                    query, key = size * turn + i, size * tile + j
                     wanted.append(
                         Wanted(
                             query=(head, starts[0][number] + query),
@@ -133,7 +138,7 @@ def check_gradients(machine: BackwardMachine, call: Call, wanted: list[Wanted]) 
     for pair in wanted:
         if pair.has_keys:
             by_key[pair.key][pair.query] = pair.is_masked
-    columns = {0, 64} if call.tail else {0}
+    columns = {0, 64} if call.tail else {0, 128} if call.columns == 256 else {0}
     stored = {(head, first) for _, head, first, _ in machine.gradients}
     assert by_key.keys() <= stored
     assert machine.gradients.keys() == {
@@ -150,7 +155,7 @@ def check_gradients(machine: BackwardMachine, call: Call, wanted: list[Wanted]) 
 
 def check_sums(machine: BackwardMachine, call: Call, wanted: list[Wanted]) -> None:
     """dQ has each pair once for each 64 columns, and programs add in the order of their keys."""
-    parts = 2 if call.wide else 1
+    parts = call.columns // 64
     got: list[tuple[int, Pair]] = []
     for place, sums in machine.added.items():
         if place >= KEY_SUMS:
@@ -183,6 +188,9 @@ def test_programs() -> None:
         ("mbarrier.wait(shared.ds_ready, parity ^ 1, pred=now.has_dq)", "pass"),
         ("mbarrier.wait(shared.ds_ready, parity ^ 1)", "pass"),
         ("fence_async_shared()", "pass"),
+        ("mbarrier.wait(shared.p_ready, parity)", "pass"),
+        ("mbarrier.wait(shared.ds_ready, parity)", "pass"),
+        ("mbarrier.wait(shared.done.index(new), phase ^ 1)", "pass"),
         ("new_ds = 4 * opaque(parity)", "new_ds = 0"),
         ("while gl.load(count, volatile=True) < before:", "while False:"),
         ("mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)", "pass"),
