@@ -149,7 +149,10 @@ def serve(backend: str, calls: int, passes: Sequence[str]) -> None:
             raise ValueError(reason)
         torch.manual_seed(0)
         packing = None
-        sizes = [(shape.batch_size, n, shape.tokens) for n in (shape.heads, shape.kv_heads)]
+        of_queries, of_keys = (
+            (sum(lengths), n) if problem.packed else (shape.batch_size, n, shape.tokens)
+            for n in (shape.heads, shape.kv_heads)
+        )
         if problem.packed:
             ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
             packing = Packing(
@@ -158,8 +161,6 @@ def serve(backend: str, calls: int, passes: Sequence[str]) -> None:
                 max_q_len=problem.q_len,
                 max_kv_len=problem.kv_len,
             )
-            sizes = [(sum(lengths), n) for n in (shape.heads, shape.kv_heads)]
-        of_queries, of_keys = sizes
         q, k, v, do = (
             torch.randn(*size, shape.head_dim, device=device, dtype=dtype)
             for size in (of_queries, of_keys, of_keys, of_queries)

@@ -63,6 +63,15 @@ class Machine:
             )
         )
 
+    def may_be_other(self, machine: Machine) -> bool:
+        """Whether the two are different hosts, or one names GPUs and the other none.
+
+        Hosts of a cloud are like each other in all else, but for the boot.
+        """
+        if self.boot is not None and self.boot == machine.boot:
+            return False
+        return self.is_other(machine) or bool(self.gpus) != bool(machine.gpus)
+
 
 def host_labels(machines: Sequence[Machine]) -> list[str | None]:
     """A name for each machine's host; hosts of one name are told apart by a GPU or a boot.

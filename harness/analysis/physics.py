@@ -89,16 +89,8 @@ def roofs_of(frame: pd.DataFrame) -> Roofs:
 
 
 def highest(machine: Machine, roofs: Sequence[tuple[float, Machine]]) -> float:
-    """The highest rate that can be on a machine; NaN if no roof was measured.
-
-    A roof is its own where nothing says otherwise, and both name their GPUs or neither does: hosts
-    of a cloud are like each other in all else.
-    """
-    own = [
-        rate
-        for rate, measured_on in roofs
-        if not machine.is_other(measured_on) and bool(machine.gpus) == bool(measured_on.gpus)
-    ]
+    """The highest rate that can be on a machine; NaN if no roof was measured."""
+    own = [rate for rate, measured_on in roofs if not machine.may_be_other(measured_on)]
     if own:
         return OVER_ROOF * max(own)
     return max((OVER_OTHER_ROOF * rate for rate, _ in roofs), default=np.nan)

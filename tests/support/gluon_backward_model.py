@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from gluon_model import (
@@ -100,6 +101,7 @@ class SharedTile(Tile):
     """A buffer whose ``holds`` is a tensor's name and rows, or P or dS and its queries."""
 
     type = ANYTHING
+    holds: Any
 
     def __init__(self, machine: BackwardMachine) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class BackwardMachine(Machine):
         return SharedBuffers([SharedTile(self) for _ in range(shape[0])], shape)
 
     def async_copy_global_to_shared(
-        self, name: Any, coordinates: list[int], barrier: Barrier, tile: Tile, pred: bool = True
+        self, name: Any, coordinates: list[int], barrier: Barrier, tile: Any, pred: bool = True
     ) -> None:
         self.role.pause()
         tile.holds = None
@@ -212,7 +214,7 @@ class BackwardMachine(Machine):
         is_there = left is not None and b.holds is not None and all(x.is_fenced for x in tiles)
         if isinstance(a, SharedTile) and b.holds and b.holds[0] == "k":
             # dQ of the turn before is computed in the first turn, too, and not used.
-            is_there = is_there and left[0].kind == "ds"
+            is_there = is_there and a.holds[0].kind == "ds"
             if not is_there:
                 return Sum((NEVER,))
         elif left is not None and b.holds is None:
@@ -366,7 +368,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         "store_rows": machine.store_gradient,
     }
     names |= tile_names()
-    structures = ("Inputs", "Heads", "Turns", "Gradients")
+    structures: tuple[str, ...] = ("Inputs", "Heads", "Turns", "Gradients")
     names |= {name: getattr(backward_order, name) for name in structures}
     names["Sharing"] = backward_sharing.Sharing
     edits = edit, (".to(gl.int64)", "")
@@ -381,11 +383,19 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         *edits,
     )
     load(names, backward_sharing, ("sharing_of", "give"), *edits)
-    kernel, main = backward, 64 if call.tail or call.columns == 64 else call.columns
+    kernel: ModuleType = backward
+    main = 64 if call.tail or call.columns == 64 else call.columns
     constants: tuple[Any, ...] = 4 if call.columns == 64 else 2, call.columns == 64
     constants += (call.apart, call.rolled, call.unmasked, call.order, call.shared, False)
     constants += (96, call.columns, main, call.tail, call.causal, call.mask, call.softcap)
-    functions = ("after", "start_gradient", "dq_tile", "add_last_dq", "half_turn", "flash_backward")
+    functions: tuple[str, ...] = (
+        "after",
+        "start_gradient",
+        "dq_tile",
+        "add_last_dq",
+        "half_turn",
+        "flash_backward",
+    )
     structures = ("Shared", "Views", "HalfTurn", "Progress")
     if call.columns == 256:
         kernel = backward_wide

@@ -65,6 +65,10 @@ class TestRates:
         assert reasons(record, roofs=(roof,))["forward"] == ["roof"]
         {"record": record, "roof": roof}[named].environment["gpu_uuids"] = ["GPU-1"]
         assert reasons(record, roofs=(roof,))["forward"] == []
+        # Of one boot they are of one host.
+        record.environment["boot_id"] = roof.environment["boot_id"] = "b"
+        assert reasons(record, roofs=(roof,))["forward"] == ["roof"]
+        del record.environment["boot_id"], roof.environment["boot_id"]
         # Both of them do.
         record.environment["gpu_uuids"] = roof.environment["gpu_uuids"] = ["GPU-1"]
         assert reasons(record, roofs=(roof,))["forward"] == ["roof"]

@@ -1,4 +1,4 @@
-"""Barriers and sums of the Hopper backward kernels, on a model that runs it in random orders."""
+"""Barriers and sums of the Hopper backward kernels, on a model that runs them in random orders."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         window, mask = rng.choice((1, 64, rng.randint(1, 600))), "window"
         if causal and rng.random() < 0.4:
             window, prefix_len, mask = 0, rng.randint(0, 600), "prefix"
-    lengths, cu_seqlens = [(q_len, kv_len)], None
+    lengths = [(q_len, kv_len)]
+    cu_seqlens: tuple[list[int], list[int]] | None = None
     if rng.random() < 0.3:
         lengths += [(rng.randint(0, q_len), rng.randint(0, kv_len)) for _ in range(2)]
         rng.shuffle(lengths)
-        cu_seqlens = tuple([0, *accumulate(x[i] for x in lengths)] for i in (0, 1))
+        q_lens, kv_lens = zip(*lengths, strict=True)
+        cu_seqlens = [0, *accumulate(q_lens)], [0, *accumulate(kv_lens)]
     group_size = rng.choice((1, 1, 2, 4))
     num_members = rng.choice([n for n in (1, 2, 4) if n <= group_size])
     num_heads = group_size * rng.choice((1, 2))
