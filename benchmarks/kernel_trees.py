@@ -80,7 +80,9 @@ def shape_of(text: str) -> Shape:
     mask, packing = r"(/full|/window=(\d+))?", "(?:/(packed|ragged))?"
     found = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?x(\d+)x(\d+)" + mask + packing, text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text}: must be like 1x32:8x8192x128/window=1024")
+        raise argparse.ArgumentTypeError(
+            f"{text}: must be like 1x32:8x8192x128/window=1024, or with /full, /packed or /ragged"
+        )
     batch_size, heads, kv_heads, tokens, head_dim = (
         int(found[i]) for i in (1, 2, 3 if found[3] else 2, 4, 5)
     )
