@@ -47,7 +47,7 @@ def heads_at_once(length: int, head_dim: int) -> int:
 
 
 def heads_turned(heads: int, length: int, head_dim: int) -> int:
-    """As :func:`kernels.flash.hopper.schedule.heads_turned` has it, but of any number of rounds."""
+    """As :func:`kernels.flash.hopper.schedule.heads_turned` has it."""
     group = heads_at_once(length, head_dim)
     filling = PROCESSORS // -(-length // KEYS) + 1
     turned = heads - max(0, heads - filling) // group * group

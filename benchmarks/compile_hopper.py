@@ -81,7 +81,9 @@ class Variant:
     @property
     def is_rolled(self) -> bool:
         """As schedule.halves_rolled."""
-        return self.apart or self.shared or self.mask == "window"
+        if self.shared or self.mask == "window":
+            return True
+        return self.order == "heads" and not self.apart
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -242,6 +244,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     ]
     if kernel == "backward":
         variants.append(replace(variants[0], shared=True))
+        if hopper_schedule.columns(head_dim).stored == 128:
+            variants.append(replace(variants[0], order="heads"))
         variants.append(replace(variants[0], order="heads", apart=True))
         variants.append(replace(variants[0], order="keys", apart=True))
         if head_dim <= 128:

@@ -191,7 +191,7 @@ def row_statistics(x: Values) -> None:
     lse = contiguous(x["lse_ptr"], torch.float32, lines, rows)
     statistics = contiguous(x["statistics_ptr"], torch.float32, 2, lines, x["padded_len"])
     statistics[0, :, :rows] = lse.where(lse > -math.inf, torch.tensor(math.inf)) * LOG2_E
-    statistics[1, :, :rows] = (o.double() * do.double()).sum(-1).reshape(lines, rows)
+    statistics[1, :, :rows] = -(o.double() * do.double()).sum(-1).reshape(lines, rows)
     contiguous(x["counts_ptr"], torch.int32, x["SUMS"] * lines, x["padded_len"] // 64).zero_()
     if x["num_key_counts"]:
         contiguous(x["key_counts_ptr"], torch.int32, x["num_key_counts"]).zero_()
@@ -215,12 +215,12 @@ def backward(x: Values) -> None:
     assert not counts.any(), "counts begin at zero"
     counts.fill_(7)
     statistics = contiguous(x["stat_desc"][0], torch.float32, 2, lines, padded).double()
-    lse, delta = (s[:, :rows].reshape(batch, heads, rows, 1) for s in statistics)
+    lse, minus_delta = (s[:, :rows].reshape(batch, heads, rows, 1) for s in statistics)
     parts = x["group_size"] // x["num_members"]
     keys, values = (y.repeat_interleave(x["group_size"], 1) for y in (k, v))
     scores = _mask(q @ keys.mT * (x["scale_log2"] / LOG2_E), x["CAUSAL"])
     p = (scores - lse / LOG2_E).exp()
-    ds = p * (do @ values.mT - delta)
+    ds = p * (do @ values.mT + minus_delta)
     sums = contiguous(x["dq_sums"], torch.float32, num_sums, lines, padded, x["BLOCK_D"])
     for part in range(num_sums):
         those = sum_of == part

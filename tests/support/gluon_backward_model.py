@@ -61,7 +61,7 @@ class Pair(Anything):
         }[self.kind, other.kind]
         return Pair(product, self.query, self.key)
 
-    def __sub__(self, delta: Any) -> Pair:
+    def __add__(self, delta: Any) -> Pair:
         assert self.kind == "dp"
         if (delta.name, delta.rows) != ("delta", self.query):
             raise ProtocolError(f"{delta} for {self}")
@@ -228,7 +228,10 @@ class BackwardMachine(Machine):
             kind = {("k", "q"): "s", ("v", "do"): "dp"}.get((left[0], name))
             if kind is None:
                 raise ProtocolError(f"scores of {left} and {name}")
-            return Pair(kind, rows, left[1])
+            pair = Pair(kind, rows, left[1])
+            if isinstance(c, Pair) and (c.query, c.key) != (pair.query, pair.key):
+                raise ProtocolError(f"{pair} is added to {c}")
+            return pair + c if isinstance(c, Loaded) else c if isinstance(c, Pair) else pair
         pair = left[0] if isinstance(left, tuple) else left
         wanted = {"k": ("ds", pair.key), "q": ("ds", pair.query), "do": ("p", pair.query)}
         if wanted[name] != (pair.kind, rows):
@@ -271,6 +274,7 @@ class BackwardLanguage(Language):
 
     int64 = "int64"
     SwizzledSharedLayout = ANYTHING
+    broadcast = staticmethod(lambda a, b: (a, b))
     abs = staticmethod(abs)
 
     def __init__(self, machine: BackwardMachine) -> None:

@@ -77,7 +77,7 @@ def _of(of_tensors: Any, of_integers: Any, a: Any, b: Any) -> Any:
 
 
 def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
-    """The functions of the kernel: ``key_tiles``, ``key_bounds``, ``hide``, ``capped``,
+    """The functions of the kernel: ``key_tiles``, ``visible_keys``, ``hide``, ``capped``,
     ``raise_reference``, ``softmax_step``, ``place_in_order``.
 
     Args:
@@ -93,7 +93,8 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
         "GROWTH": forward_tile.GROWTH.value,
         **tile_names(),
     }
-    load(names, tiles, ("offsets", "key_tiles", "key_bounds", "hide"), edit)
+    load(names, tiles, ("offsets", "key_tiles", "visible_keys"), edit)
+    load(names, tiles, ("hide",), edit, (".type.layout", ""))
     # PyTorch's tensors have no layout to ask for.
     functions = ("raise_reference", "softmax_step", "place_in_order")
     load(names, forward_tile, functions, (".type.layout", ""))
@@ -116,13 +117,13 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     names: dict[str, Any] = {"gl": Language(), "Turns": backward_order.Turns, **tile_names()}
     names["tl"] = names["gl"]
     names["Sharing"] = backward_sharing.Sharing
-    load(names, tiles, ("offsets", "capped", "sequence", "hide"), edit)
+    load(names, tiles, ("offsets", "capped", "sequence"), edit)
+    load(names, tiles, ("hide",), edit, (".type.layout", ""))
     load(names, rows, ("is_reached", "is_reached_by_later"), edit)
     order = ("place_in_order", "lines_before", "turns_of_keys", "turn_of", "programs_before")
     load(names, backward_order, (*order, "place_in_bands", "in_band"), edit)
     load(names, backward_sharing, ("sharing_of",), edit, (".to(gl.int64)", ""))
     # PyTorch's tensors have no layout to ask for.
     for function in ("probabilities", "slope_of_cap"):
-        source = {"LAYOUT: gl.constexpr = s.type.layout": "LAYOUT = None"}
-        load(names, backward_order, (function,), *source.items())
+        load(names, backward_order, (function,), edit, (".type.layout", ""))
     return SimpleNamespace(**names)

@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
     k: Any
     v: Any
     statistics: Any
-    """Two lines for each query head: lse in units of log2, and delta num_lines further on."""
+    """Two lines for each query head: lse in units of log2, and minus delta num_lines further on."""
 
 
 class Heads(NamedTuple):
@@ -483,35 +483,23 @@ def probabilities(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
-    ASSEMBLED: gl.constexpr,
 ):
-    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0.
-
-    Args:
-        ASSEMBLED: whether the mask is written as assembly.
-    """
+    """P^T [64 keys, 64 queries]; queries beyond the sequence have lse = inf, and so P = 0."""
     if SOFTCAP > 0.0:
         p = gl.exp2(capped(s, scale_log2, SOFTCAP) - lse[None, :])
     else:
         p = gl.exp2(s * scale_log2 - lse[None, :])
     if MASKED:
-        LAYOUT: gl.constexpr = s.type.layout
-        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(0, LAYOUT))
-        query = first_query + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))
         if CAUSAL or MASK == "window":
-            own = query + turns.offset
+            first = key - (first_query + turns.offset)
             if MASK == "prefix":
-                own = gl.maximum(own, turns.prefix_len - 1)
-            last = gl.minimum(own, last)
-        first = query + turns.start
-        if ASSEMBLED:
-            p = hide(p, key[:, None], first[None, :], last[None, :], MASK, ZERO)
+                first = gl.where(key < turns.prefix_len, 0, first)
+            first = gl.where(key < kv_len, first, ROWS)
+            last = key - (first_query + turns.start)
+            p = hide(p, first, last, True, MASK == "window", ZERO)
         else:
-            seen = key[:, None] <= last[None, :]
-            if MASK == "window":
-                seen = seen & (key[:, None] >= first[None, :])
-            p = gl.where(seen, p, 0.0)
+            p = gl.where((key < kv_len)[:, None], p, 0.0)
     return p
 
 
@@ -529,13 +517,16 @@ def slope_of_cap(p, lse, SOFTCAP: gl.constexpr):
 
 
 @gluon.jit
-def start_scores(a, b_tile, zeros, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """K Q^T or V dO^T over MAIN + TAIL columns, on its way; a is in registers or shared memory."""
+def start_scores(a, b_tile, x, use_acc: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """K Q^T or V dO^T over MAIN + TAIL columns, on its way, and with ``use_acc`` x + that.
+
+    a is in registers or shared memory.
+    """
     s = warpgroup_mma(
         columns(a, 0, MAIN),
         columns(b_tile, 0, MAIN).permute((1, 0)),
-        zeros,
-        use_acc=False,
+        x,
+        use_acc=use_acc,
         is_async=True,
     )
     if TAIL > 0:

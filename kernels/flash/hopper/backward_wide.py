@@ -213,7 +213,7 @@ def turn_of_scores(
     new = opaque(parity)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     mbarrier.wait(shared.q_ready.index(slot), phase)
-    s = start_scores(views.k.index(opaque(0)), views.q_tiles.index(slot), zeros, MAIN, TAIL)
+    s = start_scores(views.k.index(opaque(0)), views.q_tiles.index(slot), zeros, False, MAIN, TAIL)
     lse = views.lse_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
     # Behind the last turn of a program these tiles are read, and the result is not used.
     dq = start_dq(views, 1 - new, opaque(0))
@@ -230,7 +230,6 @@ def turn_of_scores(
         MASK,
         SOFTCAP,
         MASKED,
-        True,
     )
     if SOFTCAP > 0.0:
         # Both have computed dQ of the turn before the last from the dS that was there. The ring's
@@ -290,10 +289,11 @@ def turn_of_gradients(
     COLUMNS: gl.constexpr = dk.shape[1]
     slot = opaque(slot)
     new = opaque(parity)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     mbarrier.wait(shared.do_ready.index(slot), phase)
-    dp = start_scores(views.v.index(opaque(0)), views.do_tiles.index(slot), zeros, MAIN, TAIL)
-    delta = views.delta_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
+    # The product starts from minus delta, as in backward.half_turn.
+    minus_delta = views.delta_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
+    dp, _ = gl.broadcast(minus_delta[None, :], gl.zeros([ROWS, ROWS], gl.float32, LAYOUT))
+    dp = start_scores(views.v.index(opaque(0)), views.do_tiles.index(slot), dp, True, MAIN, TAIL)
     dq = start_dq(views, 1 - new, opaque(2))
     mbarrier.wait(shared.p_ready, parity)
     if SOFTCAP > 0.0:
@@ -308,7 +308,7 @@ def turn_of_gradients(
         is_async=True,
     )
     dp = warpgroup_mma_wait(2, deps=[dp])
-    ds = (p.to(gl.float32) * (dp - delta[None, :])).to(dtype)
+    ds = (p.to(gl.float32) * dp).to(dtype)
     views.ds_tiles.index(new).store(ds)
     fence_async_shared()
     mbarrier.arrive(shared.ds_ready)

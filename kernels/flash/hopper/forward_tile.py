@@ -21,8 +21,8 @@ from kernels.flash.hopper.tiles import (
     Rows,
     columns,
     hide,
-    key_bounds,
     store_rows,
+    visible_keys,
 )
 
 
@@ -105,10 +105,10 @@ def masked(
 ):
     """Scores with minus infinity where the key is out of sight."""
     LAYOUT: gl.constexpr = s.type.layout
-    key, first, last = key_bounds(
+    first, last = visible_keys(
         tile, first_row, seq.q_len, seq.kv_len, edges, BLOCK_K, CAUSAL, MASK, LAYOUT
     )
-    return hide(s, key[None, :], first[:, None], last[:, None], MASK, MINUS_INFINITY)
+    return hide(s, first, last, MASK == "window", True, MINUS_INFINITY)
 
 
 @gluon.jit

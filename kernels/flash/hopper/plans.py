@@ -355,7 +355,7 @@ def _tiles(x: Tensor, rows: int, columns: int) -> Descriptors:
 
 
 def _lines(num_lines: int, padded_len: int, columns: int) -> Descriptors:
-    """A descriptor for copies of [1, columns] of the statistics: lines of lse, then of delta."""
+    """A descriptor for copies of [1, columns] of lines of lse, and then of minus delta."""
     descriptor, _, layout = _gluon()
     example = torch.empty(0)
     return Descriptors(

@@ -39,13 +39,13 @@ def row_statistics(
     HAS_DLSE: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Write lse in units of log2, and delta = rowsum(o * do) - dlse, for every query row.
+    """Write lse in units of log2, and minus delta = dlse - rowsum(o * do), for every query row.
 
-    Both are [lines, padded_len], where each sequence begins at a multiple of BLOCK_Q
-    (tiles.sequence) and is filled up to one. A row without keys, or beyond the end, gets
-    lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The counts of programs that
-    have added to each 64 rows of dQ begin at zero, of all ``SUMS`` of it, and so do
-    ``num_key_counts`` of dK and dV.
+    Minus, as the products dO V^T start from it. Both are [lines, padded_len], where each sequence
+    begins at a multiple of BLOCK_Q (tiles.sequence) and is filled up to one. A row without keys, or
+    beyond the end, gets lse = +inf, so that its probabilities come out as exp2(-inf) = 0. The
+    counts of programs that have added to each 64 rows of dQ begin at zero, of all ``SUMS`` of it,
+    and so do ``num_key_counts`` of dK and dV.
     """
     block = tl.program_id(0)
     index = tl.program_id(1) * tl.num_programs(0) + block
@@ -84,7 +84,7 @@ def row_statistics(
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     out = statistics_ptr + line * padded_len + out_start + row
     tl.store(out, lse)
-    tl.store(out + plane, delta)
+    tl.store(out + plane, -delta)
     PER_BLOCK: tl.constexpr = BLOCK_Q // ROWS
     counts = counts_ptr + (line * padded_len + out_start) // ROWS + block * PER_BLOCK
     for _ in tl.static_range(SUMS):

@@ -470,7 +470,7 @@ def _causal_heads_at_once(*, queries: int, stored: int, cache_bytes: int) -> int
 
 
 FEW_ROUNDS = 8
-"""Backward programs for each processor, up to which it counts how a pass begins and ends."""
+"""Backward programs for each processor, up to which it counts how long one waits for another."""
 
 FEWEST_KEYS_TURNED = 3
 """Tiles of keys: of heads with fewer to turn, the others are too many for their rounds. By the
@@ -568,14 +568,18 @@ def halves_apart(problem: Problem) -> bool:
 def halves_rolled(problem: Problem) -> bool:
     """Whether halves of a turn run the same code, of 97 to 128 columns.
 
-    It is half as long, and spills less. On an H100 it takes 0.94 to 1.03 of the time under windows,
-    of grouped queries under a causal mask, and where halves are apart, mostly 0.97. Many programs
-    of neither kind, which run at its power limit, take 1.03 to 1.06.
+    It is half as long. On an H100 it takes 0.94 to 1.03 of the time under windows and of grouped
+    queries under a causal mask, mostly 0.97, and likewise where tiles have bands; on an H200 0.96
+    to 0.99 where heads of many rounds are turned. Where heads are turned in part it takes 1.03, and
+    under a full mask 1.03 to 1.06 on an H100.
     """
     if columns(problem.head_dim) != Columns(main=128, tail=0, stored=128):
         return False
-    is_windowed = mask_kind(problem) == "window"
-    return is_windowed or num_parts(problem) > 1 or halves_apart(problem)
+    if mask_kind(problem) == "window" or num_parts(problem) > 1:
+        return True
+    if halves_apart(problem):
+        return keys_turned(problem) == 0
+    return heads_turned(problem) > 0
 
 
 def heads_turned(problem: Problem) -> int:
@@ -583,26 +587,15 @@ def heads_turned(problem: Problem) -> int:
 
     Under a causal mask as many groups of :func:`heads_at_once` as fill the GPU, whose last
     programs are then short ones. None where all programs start at once, as there is no end to even
-    out, and each would wait for those before it at its first turn; and above 64 columns none of
-    many rounds, where a GPU that is at its power limit gains nothing from an even end.
+    out, and each would wait for those before it at its first turn.
     """
     if not problem.causal or not problem.mask.is_plain:
         return 0
     heads, num_key_tiles, processors = backward_grid(problem)
-    return _heads_turned(
-        heads,
-        num_key_tiles,
-        group=heads_at_once(problem),
-        stored=block_d(problem),
-        processors=processors,
-    )
+    return _heads_turned(heads, num_key_tiles, group=heads_at_once(problem), processors=processors)
 
 
-def _heads_turned(
-    heads: int, num_key_tiles: int, *, group: int, stored: int, processors: int
-) -> int:
-    if stored > 64 and heads * num_key_tiles > FEW_ROUNDS * processors:
-        return 0
+def _heads_turned(heads: int, num_key_tiles: int, *, group: int, processors: int) -> int:
     filling = processors // num_key_tiles + 1
     groups_before = max(0, heads - filling) // group
     turned = heads - groups_before * group
@@ -651,7 +644,7 @@ def _keys_turned(
         return 0
     # Not this GPU's cache: predictions of memory ask, too.
     group = _causal_heads_at_once(queries=q_len * members, stored=stored, cache_bytes=CACHE_BYTES)
-    turned = _heads_turned(heads, num_key_tiles, group=group, stored=stored, processors=processors)
+    turned = _heads_turned(heads, num_key_tiles, group=group, processors=processors)
     if turned < heads:
         return 0
     rounds = heads * num_key_tiles / processors

@@ -148,7 +148,7 @@ def key_tiles(
 
 
 @gluon.jit
-def key_bounds(
+def visible_keys(
     tile,
     first_row,
     q_len,
@@ -159,20 +159,19 @@ def key_bounds(
     MASK: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """The keys of a tile, [BLOCK_K], and the first and the last that 64 queries see, [ROWS] each.
+    """The first and the last column of a tile of keys that 64 queries see, [ROWS] each.
 
-    The first one is of account under a window alone.
+    They may lie before or behind the tile. The first one is of account under a window alone.
     """
-    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    last = gl.full([ROWS], kv_len - 1, gl.int32, gl.SliceLayout(1, LAYOUT))
     to_last, to_first = offsets(q_len, kv_len, edges, CAUSAL, MASK)
     if CAUSAL or MASK == "window":
         own = row + to_last
         if MASK == "prefix":
             own = gl.maximum(own, edges.prefix_len - 1)
         last = gl.minimum(own, last)
-    return key, row + to_first, last
+    return row + to_first - tile * BLOCK_K, last - tile * BLOCK_K
 
 
 MINUS_INFINITY: gl.constexpr = gl.constexpr("0fFF800000")
@@ -181,33 +180,50 @@ ZERO: gl.constexpr = gl.constexpr("0f00000000")
 
 
 @gluon.jit
-def hide(x, key, first, last, MASK: gl.constexpr, HIDDEN: gl.constexpr):
-    """x, in float32, with ``HIDDEN`` where the key is not one from the first to the last.
+def hide(x, first, last, BEFORE: gl.constexpr, BEHIND: gl.constexpr, HIDDEN: gl.constexpr):
+    """x [ROWS, N], in float32, with ``HIDDEN`` in columns before the first or behind the last one.
 
-    As assembly: of 64 comparisons in a thread LLVM makes a number of 64 bits, and takes these out
-    again one by one, which took 210 of 790 instructions for a tile of 128 keys.
+    A thread has columns 8 a + 2 b + c, of which b is its own and the others are constants. So a row
+    is compared as it is seen from b: with constants, which take no registers. And as assembly: of
+    64 comparisons in a thread LLVM makes a number of 64 bits, and takes these out again one by one,
+    which took 210 of 790 instructions for a tile of 128 keys.
 
     Args:
-        key: like the other two of one row or one column.
-        first: of account under a window alone.
+        first: [ROWS], of account where ``BEFORE``.
+        last: [ROWS], of account where ``BEHIND``.
     """
-    LARGER: gl.constexpr = "{.reg .pred p; setp.gt.s32 p, $2, $3; "
-    SMALLER: gl.constexpr = "setp.lt.or.s32 p, $2, $4, p; "
-    CHOOSE: gl.constexpr = "selp.f32 $0, " + HIDDEN + ", $1, p;}"
-    if MASK == "window":
-        x = gl.inline_asm_elementwise(
-            LARGER + SMALLER + CHOOSE,
-            "=f,f,r,r,r",
-            [x, key, last, first],
+    N: gl.constexpr = x.shape[1]
+    parts = x.reshape([ROWS, N // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    OF_A: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    OF_B: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
+    OF_C: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    a = gl.arange(0, N // 8, OF_A)[None, :, None, None]
+    c = gl.arange(0, 2, OF_C)[None, None, None, :]
+    own = 2 * gl.arange(0, 4, OF_B)[None, None, :, None]
+    column = 8 * a + c
+    if BEFORE:
+        first = gl.convert_layout(first, OF_ROW)[:, None, None, None] - own
+        parts = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.gt.s32 p, $2, $3; selp.f32 $0, " + HIDDEN + ", $1, p;}",
+            "=f,f,r,r",
+            [parts, first, column],
             dtype=gl.float32,
             is_pure=True,
             pack=1,
         )
-    else:
-        x = gl.inline_asm_elementwise(
-            LARGER + CHOOSE, "=f,f,r,r", [x, key, last], dtype=gl.float32, is_pure=True, pack=1
+    if BEHIND:
+        last = gl.convert_layout(last, OF_ROW)[:, None, None, None] - own
+        parts = gl.inline_asm_elementwise(
+            "{.reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, " + HIDDEN + ", $1, p;}",
+            "=f,f,r,r",
+            [parts, last, column],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
         )
-    return x
+    return gl.convert_layout(parts.reshape([ROWS, N]), x.type.layout)
 
 
 @gluon.jit

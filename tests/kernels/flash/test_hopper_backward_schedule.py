@@ -70,8 +70,11 @@ class TestSchedule:
         ("heads", "tokens", "window", "head_dim", "rolled"),
         [
             ((32, 8), 8192, None, 128, True),
-            ((16, 16), 16384, None, 128, False),
+            ((16, 16), 16384, None, 128, True),  # The last heads are turned.
+            ((16, 16), 16384, None, 96, False),
             ((8, 8), 8192, None, 128, True),
+            ((1, 1), 16384, None, 128, True),  # Halves of a tile's turns.
+            ((1, 1), 32768, None, 128, False),  # Heads are turned in part.
             ((16, 16), 65536, 1024, 128, True),
             ((16, 16), 65536, 1024, 104, True),
             ((16, 16), 65536, 1024, 96, False),
@@ -84,6 +87,9 @@ class TestSchedule:
     ) -> None:
         problem = self.problem(heads, tokens, window=window, head_dim=head_dim)
         assert schedule.halves_rolled(problem) == rolled
+
+    def test_halves_have_code_of_their_own_under_a_full_mask(self) -> None:
+        assert not schedule.halves_rolled(self.problem((16, 16), 16384, causal=False))
 
     @pytest.mark.parametrize(
         ("heads", "causal", "window"),
@@ -156,7 +162,8 @@ class TestSchedule:
             ((15, 15), 16384, 64, 3),
             ((13, 13), 16384, 64, 5),  # One alone has 128 programs, for 132 processors.
             ((8, 2), 8192, 128, 4),
-            ((16, 16), 16384, 128, 0),  # Of 16 rounds the last does not count.
+            ((16, 16), 16384, 128, 2),  # Of 16 rounds; groups of two fit the cache.
+            ((32, 32), 8192, 128, 4),
             ((8, 8), 2048, 128, 0),
             ((9, 9), 2048, 128, 9),
             ((1, 1), 16384, 64, 0),

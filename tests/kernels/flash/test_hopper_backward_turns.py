@@ -425,17 +425,19 @@ def test_notices_programs_that_meet_elsewhere(edit: tuple[str, str]) -> None:
 
 def gradients(
     mask: Mask, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor, lse: Tensor,
-    *, scale: float, softcap: float, size: int, assembled: bool,
+    *, scale: float, softcap: float, size: int, edit: tuple[str, str] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv by the kernels' functions, 64 by 64 scores at a time, of one head."""
-    kernel = backward_functions()
+    kernel = backward_functions(edit)
     q_len, kv_len = len(q), len(k)
     edges = kernel.Edges(mask.window or 0, mask.prefix_len, mask.shift)
     constants = mask.causal, kind_of(mask)
     lse = torch.where(lse == -torch.inf, torch.inf, lse * kernel.LOG2_E)
     lse = torch.nn.functional.pad(lse, (0, size), value=torch.inf)
     delta = torch.nn.functional.pad((o * do).sum(1), (0, size))
-    q, k, v, do = (torch.nn.functional.pad(x, (0, 0, 0, size)) for x in (q, k, v, do))
+    q, do = (torch.nn.functional.pad(x, (0, 0, 0, size)) for x in (q, do))
+    # Behind the keys of a packed sequence there are those of the next one.
+    k, v = (torch.nn.functional.pad(x, (0, 0, 0, size), value=1.0) for x in (k, v))
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for tile in reversed(range(-(-kv_len // size))):
         own = kernel.turns_of_keys(tile, q_len, kv_len, edges, False, size, *constants)
@@ -446,7 +448,7 @@ def gradients(
                 keys = slice(tile * size + key, tile * size + key + ROWS)
                 p = kernel.probabilities(
                     k[keys] @ q[queries].T, lse[queries], keys.start, queries.start, own, kv_len,
-                    scale * kernel.LOG2_E, *constants, softcap, is_masked, assembled,
+                    scale * kernel.LOG2_E, *constants, softcap, is_masked,
                 )  # fmt: skip
                 dp = v[keys] @ do[queries].T
                 ds = p * (dp - delta[queries])
@@ -458,14 +460,11 @@ def gradients(
     return dq[:q_len], dk[:kv_len], dv[:kv_len]
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.parametrize("assembled", [True, False])
-def test_gradients(size: int, softcap: float, assembled: bool) -> None:
-    """The kernels' two sizes, at lengths that do not divide, against autograd."""
+def check_gradients(size: int, softcap: float, edit: tuple[str, str] | None = None) -> None:
     generator = torch.Generator().manual_seed(3)
     for mask, (q_len, kv_len) in product(
         (
+            Mask(causal=False),
             Mask(causal=True),
             Mask(causal=True, window=1),
             Mask(causal=True, window=70, shift=-30),
@@ -494,11 +493,35 @@ def test_gradients(size: int, softcap: float, assembled: bool) -> None:
         wanted = torch.autograd.grad(o, leaves, do)
         with torch.no_grad():
             got = gradients(
-                mask, q, k, v, do, o, lse, scale=0.9, softcap=softcap, size=size,
-                assembled=assembled,
-            )  # fmt: skip
+                mask, q, k, v, do, o, lse, scale=0.9, softcap=softcap, size=size, edit=edit
+            )
         for x, y in zip(got, wanted, strict=True):
             torch.testing.assert_close(x, y, msg=str((mask, q_len, kv_len)))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("size", [64, 128])
+def test_gradients(size: int, softcap: float) -> None:
+    """The kernels' two sizes, at lengths that do not divide, against autograd."""
+    check_gradients(size, softcap)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("first = gl.where(key < kv_len, first, ROWS)", "pass"),
+        ("p = gl.where((key < kv_len)[:, None], p, 0.0)", "pass"),
+        ("first = gl.where(key < turns.prefix_len, 0, first)", "pass"),
+        ("key - (first_query + turns.offset)", "key - first_query"),
+        ("last = key - (first_query + turns.start)", "last = key - first_query - turns.start + 1"),
+        ("setp.gt.s32", "setp.ge.s32"),
+        ("setp.lt.s32", "setp.le.s32"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_a_wrong_mask(edit: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        check_gradients(128, 0.0, edit)
 
 
 def test_slope_where_there_is_no_probability() -> None:

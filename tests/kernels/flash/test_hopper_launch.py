@@ -23,14 +23,15 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize(
     ("head_dim", "spilled_bytes"),
-    # What is spilled at head_dim 128 is used where masks are, in a few tiles of many. At 256 the
-    # backward pass took a third longer while addresses of its loop were spilled, 300 bytes.
+    # A register or a few that are used outside the loops, or where masks are: at 64 one, behind the
+    # loops of halves. At 256 the backward pass took a third longer while addresses of its loop were
+    # spilled, 300 bytes.
     [
-        (128, 192),
-        (256, 64),
+        (128, 16),
+        (256, 16),
         *(
             pytest.param(head_dim, spilled, marks=pytest.mark.exhaustive)
-            for head_dim, spilled in ((64, 0), (96, 64), (192, 16))
+            for head_dim, spilled in ((64, 4), (96, 16), (192, 16))
         ),
     ],
 )
@@ -52,7 +53,8 @@ def test_compiles_without_serialised_matmuls(
     # Neither programs of more than one query tile fit beside 256 columns, nor small ones; three
     # consumers have registers for 64.
     forward = 11 if head_dim <= 64 else 6 if head_dim <= 128 else 2
-    backward = 7 if head_dim > 128 else 9
+    # With 65 to 128 columns halves may be added apart or not.
+    backward = 7 if head_dim > 128 else 10 if head_dim > 64 else 9
     assert len(rows) == (forward if kernel == "forward" else backward)
     finishing = [line for line in run.stdout.splitlines() if line.startswith("finish_dq")]
     assert len(finishing) == (0 if kernel == "forward" else 2 if head_dim > 128 else 3)

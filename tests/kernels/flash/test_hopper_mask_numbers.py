@@ -48,10 +48,10 @@ def pairs(mask: Mask, q_len: int, kv_len: int) -> Tensor:
     return seen | (key < mask.prefix_len)
 
 
-def hidden(kernel: Any, s: Tensor, bounds: tuple[Tensor, Tensor, Tensor], kind: str) -> Tensor:
-    """Scores as forward.masked has them."""
-    key, first, last = bounds
-    return kernel.hide(s, key[None], first[:, None], last[:, None], kind, kernel.MINUS_INFINITY)
+def hidden(kernel: Any, s: Tensor, bounds: tuple[Tensor, Tensor], kind: str) -> Tensor:
+    """Scores as forward_tile.masked has them."""
+    first, last = bounds
+    return kernel.hide(s, first, last, kind == "window", True, kernel.MINUS_INFINITY)
 
 
 def check_tiles(seed: int, edit: tuple[str, str] | None = None) -> None:
@@ -79,7 +79,7 @@ def check_tiles(seed: int, edit: tuple[str, str] | None = None) -> None:
             whole = bool(own[:, keys].all()) and BLOCK_K * tile + BLOCK_K <= kv_len
             assert whole == (tiles.unmasked_start <= tile < tiles.unmasked_stop)
             for row in (first, first + ROWS):
-                bounds = kernel.key_bounds(
+                bounds = kernel.visible_keys(
                     tile, row, q_len, kv_len, edges, BLOCK_K, causal, kind, None
                 )  # fmt: skip
                 got = hidden(kernel, torch.zeros(ROWS, BLOCK_K), bounds, kind) == 0
@@ -107,9 +107,11 @@ def test_tiles_and_masks() -> None:
         ("gl.maximum(first + to_first, 0) // BLOCK_K, stop)", "0, stop)"),
         ("unmasked_stop = gl.maximum(unmasked_stop, unmasked_start)", "pass"),
         ("gl.maximum(own, edges.prefix_len - 1)", "own"),
-        ("setp.lt.or.s32", "setp.le.or.s32"),
-        ("setp.lt.or.s32", "setp.lt.s32"),
+        ("return row + to_first - tile * BLOCK_K", "return row + to_first"),
+        ("setp.lt.s32", "setp.le.s32"),
         ("setp.gt.s32", "setp.ge.s32"),
+        ("column = 8 * a + c", "column = 8 * a"),
+        ("own = 2 * gl.arange(0, 4, OF_B)", "own = gl.arange(0, 4, OF_B)"),
     ],
     ids=lambda edit: edit[0][:40],
 )
@@ -148,7 +150,7 @@ def attend(
                 s, factor = kernel.capped(s, scale_log2, softcap), 1.0
             if is_masked or tile == tiles.stop - 1:
                 is_masked = True
-                bounds = kernel.key_bounds(
+                bounds = kernel.visible_keys(
                     tile, first_row, q_len, kv_len, edges, BLOCK_K, causal, kind, None
                 )  # fmt: skip
                 s = hidden(kernel, s, bounds, kind)
