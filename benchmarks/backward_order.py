@@ -12,7 +12,7 @@ the last program over that of evenly divided work,
     in part      where that is all heads, each in its first keys, after the programs of the others,
                  and with sums of their own
     divided      where all programs would start at once, the turns of each tile of keys divided
-                 among programs, with sums of their own (schedule.bands)
+                 among programs, with sums of their own (backward_schedule.bands)
 
 so that in the second order a GPU empties on short programs, and in the third one, besides, fewer
 programs wait for each other. The last one leaves less of a GPU idle. docs/kernels.md holds them
@@ -26,7 +26,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kernels.flash.hopper.schedule import FEWEST_KEYS_TURNED, Bands, _bands
+from kernels.flash.hopper.backward_schedule import FEWEST_KEYS_TURNED, Bands, bands_of
 
 KEYS = 128
 """Of a program, and queries of a turn."""
@@ -41,13 +41,13 @@ SHARED = 0.7
 
 
 def heads_at_once(length: int, head_dim: int) -> int:
-    """As :func:`kernels.flash.hopper.schedule.heads_at_once` has it under a causal mask."""
+    """As backward_schedule.heads_at_once has it under a causal mask."""
     one_head = length * head_dim * 8
     return 1 << max(0, (2 * CACHE_BYTES // (3 * one_head)).bit_length() - 1)
 
 
 def heads_turned(heads: int, length: int, head_dim: int) -> int:
-    """As :func:`kernels.flash.hopper.schedule.heads_turned` has it."""
+    """As backward_schedule.heads_turned has it."""
     group = heads_at_once(length, head_dim)
     filling = PROCESSORS // -(-length // KEYS) + 1
     turned = heads - max(0, heads - filling) // group * group
@@ -55,7 +55,7 @@ def heads_turned(heads: int, length: int, head_dim: int) -> int:
 
 
 def keys_turned(heads: int, length: int, head_dim: int) -> int:
-    """As :func:`kernels.flash.hopper.schedule.keys_turned` has it, but of any number of rounds."""
+    """As backward_schedule.keys_turned has it, but of any number of rounds."""
     tiles = -(-length // KEYS)
     if heads_turned(heads, length, head_dim) < heads:
         return 0
@@ -151,7 +151,7 @@ def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
     keys = keys_turned(heads, length, head_dim) if name in ("in part", "divided") else 0
     bands = None
     if name == "divided":
-        bands = _bands(
+        bands = bands_of(
             heads, -(-length // KEYS), q_len=length, kv_len=length, stored=head_dim,
             processors=PROCESSORS,
         )  # fmt: skip

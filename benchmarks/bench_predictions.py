@@ -23,7 +23,7 @@ from harness.paths import ROOT
 from harness.predictions.training import gradient_sizes
 from harness.store.record import Record, RecordStore
 from kernels.flash.any_gpu import chunks
-from kernels.flash.hopper import schedule
+from kernels.flash.hopper import backward_memory, backward_schedule, schedule
 from parallel.context import attention as schemes
 from parallel.context.memory.sizes import CallSizes
 from parallel.context.memory.transports import GatheredKeys
@@ -114,19 +114,21 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     """
     with ExitStack() as stack:
         if record.started_at < SUMMED_IN_PLACE:
-            stack.enter_context(patch.object(schedule, "backward_workspace", _workspace_of_parts))
+            stack.enter_context(
+                patch.object(backward_memory, "backward_workspace", _workspace_of_parts)
+            )
         if record.started_at < CUT_INTO_CHUNKS:
             stack.enter_context(patch.object(chunks, "forward_workspace", _nothing))
             stack.enter_context(patch.object(chunks, "backward_workspace", _nothing))
         if record.started_at < TURNED_IN_PART:
-            stack.enter_context(patch.object(schedule, "_bytes_of_further_sums", _no_bytes))
+            stack.enter_context(patch.object(backward_memory, "_bytes_of_further_sums", _no_bytes))
         elif record.started_at < FEWER_TURNED:
-            stack.enter_context(patch.object(schedule, "FEWEST_KEYS_TURNED", 1))
+            stack.enter_context(patch.object(backward_schedule, "FEWEST_KEYS_TURNED", 1))
         if record.started_at < IN_BANDS:
-            stack.enter_context(patch.object(schedule, "_bands", _none))
+            stack.enter_context(patch.object(backward_schedule, "bands_of", _none))
         if record.started_at < LEANER_SPLITS:
-            stack.enter_context(patch.object(schedule, "query_gradient_memory", _none))
-            stack.enter_context(patch.object(schedule, "_fewest_parts", _parts_by_mask))
+            stack.enter_context(patch.object(backward_memory, "query_gradient_memory", _none))
+            stack.enter_context(patch.object(backward_schedule, "fewest_parts", _parts_by_mask))
             stack.enter_context(patch.object(schemes, "SymmetricGatherMemory", _SortedGatherMemory))
         return compared_peak(record)
 
@@ -134,8 +136,8 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
 def _parts_by_mask(
     group_size: int, num_queries: int, num_keys: int, causal: bool, window: int | None
 ) -> int:
-    """As schedule._fewest_parts, which did not look at how many queries there are."""
-    return 1 if not causal or schedule.is_narrow(window, num_keys) else group_size
+    """As backward_schedule.fewest_parts, which did not look at how many queries there are."""
+    return 1 if not causal or backward_schedule.is_narrow(window, num_keys) else group_size
 
 
 def _nothing(*_: object) -> float:
@@ -144,13 +146,15 @@ def _nothing(*_: object) -> float:
 
 
 def _no_bytes(**_: object) -> tuple[int, int]:
-    """As schedule._bytes_of_further_sums, of kernels with one sum of dq."""
+    """As backward_memory._bytes_of_further_sums, of kernels with one sum of dq."""
     return 0, 0
 
 
 def _none(*_: object, **__: object) -> None:
-    """As schedule.query_gradient_memory, of kernels that could not go on with their sums; or as
-    schedule._bands, of those that had none."""
+    """As backward_memory.query_gradient_memory, of kernels that could not go on with their sums.
+
+    Or as backward_schedule.bands_of, of those that had none.
+    """
 
 
 class _SortedGatherMemory(GatheredKeys):
@@ -191,7 +195,7 @@ def _workspace_of_parts(
     hides_more: bool = False,
     packed: bool = False,
 ) -> int:
-    """As schedule.backward_workspace, of the kernels before; masks made no difference."""
+    """As backward_memory.backward_workspace, of the kernels before; masks made no difference."""
     row = 4 * schedule.columns(head_dim).stored + 8
     if num_heads == num_kv_heads or not causal:
         return batch_size * num_heads * q_len * row

@@ -31,10 +31,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from kernels.flash.hopper import backward as hopper_backward
+from kernels.flash.hopper import backward_schedule, program_size
 from kernels.flash.hopper import backward_wide as hopper_backward_wide
 from kernels.flash.hopper import forward as hopper_forward
 from kernels.flash.hopper import forward_small as hopper_forward_small
-from kernels.flash.hopper import program_size
 from kernels.flash.hopper import schedule as hopper_schedule
 from kernels.flash.hopper.plans import FINISHED_ROWS
 from kernels.flash.hopper.program_size import ProgramSize
@@ -80,7 +80,7 @@ class Variant:
 
     @property
     def is_rolled(self) -> bool:
-        """As schedule.halves_rolled."""
+        """As backward_schedule.halves_rolled."""
         if self.shared or self.mask == "window":
             return True
         return self.order == "heads" and not self.apart
@@ -370,7 +370,7 @@ def main() -> int:
     if "backward" in kernels and variants_of is plain_variants:
         for head_dim in head_dims:
             # Each band has a sum, and above 128 columns there are no bands.
-            most = hopper_schedule.MOST_BANDS if head_dim <= 128 else 2
+            most = backward_schedule.MOST_BANDS if head_dim <= 128 else 2
             for sums in sorted({1, 2, most}):
                 spills = spills_in(assembler_report(compile_finish(head_dim, sums).asm["ptx"]))
                 failed = failed or " 0 bytes spill stores" not in spills

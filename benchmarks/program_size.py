@@ -19,8 +19,8 @@ import torch
 from benchmarks.kernel_trees import Shape, shape_of
 from kernels.flash.call.arguments import ForwardPass
 from kernels.flash.call.problem import describe
+from kernels.flash.hopper import forward_schedule, plans, program_size, schedule
 from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper import plans, program_size, schedule
 from kernels.flash.hopper.program_size import RESIDENTS, TILES, ProgramSize
 from kernels.launching.graphs import capture
 
@@ -92,7 +92,7 @@ def compare(shape: Shape) -> str:
         "q_len": shape.tokens,
         "kv_len": shape.tokens,
         "heads": shape.batch_size * shape.heads,
-        "heads_at_once": schedule.forward_heads_at_once(problem),
+        "heads_at_once": forward_schedule.heads_at_once(problem),
         "block_d": width,
         "causal": shape.causal,
         "window": shape.window,

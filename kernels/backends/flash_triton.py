@@ -160,10 +160,10 @@ class FlashTriton(Attention):
             of_chunks = chunks.backward_workspace(problem, self.float32_precision)
             return row_bytes * rows + of_chunks
         from kernels.flash.call.problem import reduced_mask
-        from kernels.flash.hopper import schedule
+        from kernels.flash.hopper import backward_memory
 
         mask = reduced_mask(problem.mask, problem.q_len, problem.kv_len)
-        return schedule.backward_workspace(
+        return backward_memory.backward_workspace(
             batch_size=problem.batch_size,
             num_heads=problem.num_heads,
             num_kv_heads=problem.num_kv_heads,
@@ -189,9 +189,9 @@ class FlashTriton(Attention):
     ) -> QueryGradientMemory | None:
         if not self._predicted_hopper(problem):
             return None
-        from kernels.flash.hopper import schedule
+        from kernels.flash.hopper import backward_memory
 
-        return schedule.query_gradient_memory(
+        return backward_memory.query_gradient_memory(
             batch_size=problem.batch_size,
             num_heads=problem.num_heads,
             num_kv_heads=problem.num_kv_heads,

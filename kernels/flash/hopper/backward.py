@@ -708,21 +708,22 @@ def flash_backward(
     is not all of them, or the turns of a tile are divided, ``SHARED``, programs add up dK and dV
     (:mod:`kernels.flash.hopper.backward_sharing`). Without ``UNMASKED`` every turn takes a mask, as
     all turns of a short window need one (schedule.has_unmasked_turns). ``APART``:
-    schedule.halves_apart. ``ROLLED``: schedule.halves_rolled. ``ORDER`` says how programs go
-    through their turns, and ``order_count`` how many of what it concerns:
+    backward_schedule.halves_apart. ``ROLLED``: backward_schedule.halves_rolled. ``ORDER`` says how
+    programs go through their turns, and ``order_count`` how many of what it concerns; the functions
+    are those of backward_schedule:
 
     - "none": from the first to the last.
-    - "heads": of the last ``order_count`` heads from the last to the first (schedule.heads_turned).
-    - "keys": of the first ``order_count`` tiles of all heads (schedule.keys_turned).
-    - "bands": a tile's turns are divided among programs, ``order_count`` each (schedule.bands).
+    - "heads": of the last ``order_count`` heads from the last to the first (heads_turned).
+    - "keys": of the first ``order_count`` tiles of all heads (keys_turned).
+    - "bands": a tile's turns are divided among programs, ``order_count`` each (bands).
     - "halves": likewise in two, and the second goes from its last to its first.
 
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`, or where ``ONTO`` such sums of other keys, which it adds to; counts is
     [num_lines, padded_len / 64] int32, zero at the start. Where ``ORDER`` is "keys", there are
     twice as many lines of both: first those of keys that are turned, then those of the others. Each
-    band has lines of its own. ``heads_at_once``: schedule.heads_at_once, and of divided turns, or
-    "keys", all heads.
+    band has lines of its own. ``heads_at_once``: the function of that name, and of divided turns,
+    or "keys", all heads.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

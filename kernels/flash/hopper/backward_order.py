@@ -8,17 +8,19 @@ that two runs of a call agree bit for bit. One warp waits for the programs befor
 The program of the last keys is the first, and under a causal mask that order costs little: the
 program of the keys before starts its loop one turn earlier, and so comes to each turn one turn
 later. But the longest programs of a head are its last ones, and a GPU would empty on those of the
-last heads. So under a causal mask these heads are *turned* (schedule.heads_turned): the program of
-the first keys is the first, and each goes from its last turn to its first. Programs that start one
-after another then come to each turn one after another, too, and the last ones are the shortest.
+last heads. So under a causal mask these heads are *turned* (backward_schedule.heads_turned): the
+program of the first keys is the first, and each goes from its last turn to its first. Programs that
+start one after another then come to each turn one after another, too, and the last ones are the
+shortest.
 
-Where there are too few heads for both kinds, each is turned in part (schedule.keys_turned): the
-programs of its last keys start first, in the first order, and those of its first keys follow,
-turned, as processors become free one after another. The two parts add to sums of dQ of their own.
+Where there are too few heads for both kinds, each is turned in part
+(backward_schedule.keys_turned): the programs of its last keys start first, in the first order, and
+those of its first keys follow, turned, as processors become free one after another. The two parts
+add to sums of dQ of their own.
 
 Where all programs could start at once, and the GPU would idle as the short ones end, the turns of a
-tile of keys are divided among programs, its *bands* (schedule.bands): each band of all tiles has
-sums of dQ of its own, and the bands of one tile add up dK and dV
+tile of keys are divided among programs, its *bands* (backward_schedule.bands): each band of all
+tiles has sums of dQ of its own, and the bands of one tile add up dK and dV
 (:mod:`kernels.flash.hopper.backward_sharing`).
 
 No order can block: programs start in the order of their indices, so whichever a program
@@ -332,7 +334,8 @@ def open_turns(
 ):
     """The warp that lets the consumers add to dQ once all programs before have done so.
 
-    A turn has two ``PARTS`` where its halves are opened apart (schedule.halves_apart), else one.
+    A turn has two ``PARTS`` where its halves are opened apart
+    (backward_schedule.halves_apart), else one.
 
     A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
     Hence a part opens when the consumers are done with the one before and the two before that are

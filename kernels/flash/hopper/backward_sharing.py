@@ -2,8 +2,9 @@
 
 One after another, band by band and in each by query heads, the programs add what they have to
 float32 sums in memory; the last one adds what it has itself and writes the result. Where heads take
-turns (schedule.heads_at_once) the programs of a group start one after another, and L2 still holds
-the sums; of longer sequences they go to memory and back, beside programs that take much longer.
+turns (backward_schedule.heads_at_once) the programs of a group start one after another, and L2
+still holds the sums; of longer sequences they go to memory and back, beside programs that take much
+longer.
 """
 
 # Triton's types are not Python's.

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.flash.any_gpu import launch as any_gpu
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import plans, schedule
+from kernels.flash.hopper import backward_memory, plans
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned, are_aligned
 from kernels.launching.gluon import why_no_gluon
 from kernels.launching.prepared import (
@@ -96,9 +96,10 @@ def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv.
 
     Needs, besides, float32 sums of dq, 4 bytes for each of its elements, or several of few heads
-    (:func:`schedule.keys_turned`, :func:`schedule.bands`); and where programs share grouped queries
-    (:func:`schedule.num_parts`) or have bands, those of dk and dv; of grouped queries for so many
-    key heads at a time as keep them within ``schedule.SLICE_BYTES``.
+    (:func:`backward_schedule.keys_turned`, :func:`backward_schedule.bands`); and where programs
+    share grouped queries (:func:`backward_schedule.num_parts`) or have bands, those of dk and dv;
+    of grouped queries for so many key heads at a time as keep them within
+    ``backward_memory.SLICE_BYTES``.
     """
     q, k = call.q, call.k
     if q.numel() == 0 or k.numel() == 0:
@@ -106,7 +107,7 @@ def backward(call: BackwardPass) -> None:
         return
     num_kv_heads = call.problem.num_kv_heads
     num_queries, num_keys = q.shape[0] * q.shape[2], k.shape[0] * k.shape[2]
-    heads_of_slice = schedule.key_heads_of_slice(call.problem, num_queries, num_keys)
+    heads_of_slice = backward_memory.key_heads_of_slice(call.problem, num_queries, num_keys)
     if heads_of_slice < num_kv_heads:
         for start in range(0, num_kv_heads, heads_of_slice):
             backward(_of_key_heads(call, start, min(start + heads_of_slice, num_kv_heads)))

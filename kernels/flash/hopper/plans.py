@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import schedule
+from kernels.flash.hopper import backward_schedule, forward_schedule, schedule
 from kernels.flash.hopper.program_size import ProgramSize
 from kernels.flash.hopper.schedule import BACKWARD, FORWARD, PROGRAM_ROWS, ROWS, block_d
 from kernels.launching.prepared import Descriptors, PreparedLaunch
@@ -47,7 +47,7 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
 
     problem, q, o = call.problem, call.q, call.o
     width = block_d(problem)
-    size = FORWARD_SIZE or schedule.size_of_program(problem)
+    size = FORWARD_SIZE or forward_schedule.size_of_program(problem)
     key_tile = FORWARD[width].tile if width > 128 else size.key_tile
     program = {} if size.is_small else {"CONSUMERS": size.consumers, "TILES": size.tiles}
     return PreparedLaunch(
@@ -67,7 +67,7 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
             *o.stride()[:3],
             problem.num_heads,
             problem.group_size,
-            schedule.forward_heads_at_once(problem),
+            forward_schedule.heads_at_once(problem),
             problem.q_len,
             problem.kv_len,
             q.shape[2],
@@ -126,8 +126,8 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     padded_len = _padded(lse_len, problem)
     by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
     of_keys = _key_workspace(call, onto=False)
-    keys_turned = schedule.keys_turned(problem)
-    bands = schedule.bands(problem)
+    keys_turned = backward_schedule.keys_turned(problem)
+    bands = backward_schedule.bands(problem)
     num_sums = bands.number if bands else 2 if keys_turned else 1
     rowwise = {
         "HEAD_DIM": problem.head_dim,
@@ -204,15 +204,15 @@ def plan_onto(call: BackwardPass, padded_len: int) -> OntoPlan:
     return OntoPlan(math.prod(counts), sums, _plan_main(call, padded_len, onto=True))
 
 
-def _bands(problem: Problem, *, onto: bool) -> schedule.Bands | None:
+def _bands(problem: Problem, *, onto: bool) -> backward_schedule.Bands | None:
     """The bands of a pass; where its dq goes on from other keys there are none: one sum for all."""
-    return None if onto else schedule.bands(problem)
+    return None if onto else backward_schedule.bands(problem)
 
 
 def _key_workspace(call: BackwardPass, *, onto: bool) -> Workspace:
     """Counts of programs that share a tile of keys, and sums of dk and dv; nothing if none do."""
     problem, k = call.problem, call.k
-    if schedule.num_parts(problem) == 1 and _bands(problem, onto=onto) is None:
+    if backward_schedule.num_parts(problem) == 1 and _bands(problem, onto=onto) is None:
         return ()
     tiles = k.shape[0] * problem.num_kv_heads, _padded(k.shape[2], problem) // ROWS
     return (tiles, torch.int32), ((*tiles, 2, ROWS * block_d(problem)), torch.float32)
@@ -226,11 +226,11 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     width = block_d(problem)
     chosen = BACKWARD[width]
     num_lines = q.shape[0] * q.shape[1]
-    num_parts = schedule.num_parts(problem)
-    keys_turned = 0 if onto else schedule.keys_turned(problem)
-    heads_turned = schedule.heads_turned(problem)
+    num_parts = backward_schedule.num_parts(problem)
+    keys_turned = 0 if onto else backward_schedule.keys_turned(problem)
+    heads_turned = backward_schedule.heads_turned(problem)
     bands = _bands(problem, onto=onto)
-    heads, num_key_tiles, _ = schedule.backward_grid(problem)
+    heads, num_key_tiles, _ = backward_schedule.backward_grid(problem)
     order = "keys" if keys_turned else "heads" if heads_turned else "none"
     num_programs = num_key_tiles
     if bands is not None:
@@ -239,8 +239,8 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     by_width = {}
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
-        by_width["APART"] = schedule.halves_apart(problem)
-        by_width["ROLLED"] = schedule.halves_rolled(problem)
+        by_width["APART"] = backward_schedule.halves_apart(problem)
+        by_width["ROLLED"] = backward_schedule.halves_rolled(problem)
         by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
     return PreparedLaunch(
         flash_backward if width <= 128 else flash_backward_wide,
@@ -259,7 +259,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
-            heads if keys_turned or bands else schedule.heads_at_once(problem),
+            heads if keys_turned or bands else backward_schedule.heads_at_once(problem),
             bands.turns if bands else keys_turned or heads_turned,
             problem.q_len,
             problem.kv_len,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import plans, schedule
+from kernels.flash.hopper import backward_memory, plans, schedule
 from kernels.flash.hopper.launch import LOG2_E, backward_steps
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned
 from kernels.launching.device import on
@@ -25,14 +25,16 @@ def can_sum(problems: Sequence[Problem], blocks: Sequence[QueryBlock], num_queri
         problems: of the calls of the blocks.
         num_queries: of the whole sequence.
     """
-    return schedule.are_whole_turns(blocks, num_queries) and all(map(_in_one_slice, problems))
+    are_whole_turns = backward_memory.are_whole_turns(blocks, num_queries)
+    return are_whole_turns and all(map(_in_one_slice, problems))
 
 
 @lru_cache(maxsize=4096)
 def _in_one_slice(problem: Problem) -> bool:
     """Whether all heads fit into the workspace at once."""
     num_queries, num_keys = (problem.batch_size * n for n in (problem.q_len, problem.kv_len))
-    return schedule.key_heads_of_slice(problem, num_queries, num_keys) == problem.num_kv_heads
+    heads = backward_memory.key_heads_of_slice(problem, num_queries, num_keys)
+    return heads == problem.num_kv_heads
 
 
 class HopperQueryGradient:
@@ -76,7 +78,7 @@ class HopperQueryGradient:
         return self._dq
 
     def _call(self, block: QueryBlock, k: Tensor, v: Tensor) -> BackwardPass:
-        start = schedule.first_query(block)
+        start = backward_memory.first_query(block)
         assert start is not None, "can_sum() was asked"
         do, q, o, lse, dq = self._do, self._q, self._o, self._lse, self._dq
         if (start, block.stop) != (0, q.shape[2]):

@@ -129,7 +129,7 @@ def is_reached(
 def is_reached_by_later(turn, q_len, kv_len, num_turned, TURN: tl.constexpr):
     """Whether a program of keys behind the first ``num_turned`` tiles comes to a turn.
 
-    Under a causal mask that hides nothing else (schedule.keys_turned).
+    Under a causal mask that hides nothing else (backward_schedule.keys_turned).
     """
     first = num_turned * TURN
     last_key = turn * TURN + TURN - 1 + kv_len - q_len

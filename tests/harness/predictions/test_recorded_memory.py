@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from benchmarks import bench_predictions
 from benchmarks.bench_predictions import also_held, kind, peak_of_its_kernel, within
 from harness.paths import ROOT
 from harness.store.record import RecordStore
-from kernels.flash.hopper import schedule
+from kernels.flash.hopper import backward_memory, backward_schedule
 from parallel.context.blocks.layouts import Contiguous
 
 Ratios = dict[str, list[float]]
@@ -84,12 +86,17 @@ def test_where_a_case_is_measured_alone(
 
 @pytest.mark.parametrize(
     ("earlier", "now"),
-    [("_workspace_of_parts", "backward_workspace"), ("_parts_by_mask", "_fewest_parts")],
+    [
+        ("_workspace_of_parts", backward_memory.backward_workspace),
+        ("_parts_by_mask", backward_schedule.fewest_parts),
+    ],
 )
-def test_earlier_formulas_take_what_those_of_now_take(earlier: str, now: str) -> None:
+def test_earlier_formulas_take_what_those_of_now_take(
+    earlier: str, now: Callable[..., Any]
+) -> None:
     """One that does not raises, and what was recorded would stand for it."""
-    stand_in, formula = getattr(bench_predictions, earlier), getattr(schedule, now)
-    assert signature(stand_in).parameters == signature(formula).parameters
+    stand_in = getattr(bench_predictions, earlier)
+    assert signature(stand_in).parameters == signature(now).parameters
 
 
 def test_gathers_of_earlier_code_with_the_copy_that_they_held(

@@ -11,8 +11,8 @@ from torch import Tensor
 from kernels.flash import operator
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
 from kernels.flash.call.problem import Problem, describe
+from kernels.flash.hopper import backward_memory, backward_schedule, plans, program_size, schedule
 from kernels.flash.hopper import launch as hopper
-from kernels.flash.hopper import plans, program_size, schedule
 from kernels.flash.hopper.program_size import ProgramSize
 from kernels.launching.prepared import PreparedLaunch
 from kernels.problem import AttentionSpec, Packing
@@ -65,7 +65,7 @@ MASKS = [
 
 def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> None:
     """In calls too small for it, too; with none, as in calls of many rounds."""
-    apart = schedule.halves_apart
+    apart = backward_schedule.halves_apart
     is_turned = turned != "none"
 
     def keys(problem: Problem) -> int:
@@ -74,19 +74,27 @@ def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> 
         tiles = -(-problem.kv_len // schedule.backward_rows(problem))
         return min(2, tiles) if turned == "keys" else 0
 
-    def bands(problem: Problem) -> schedule.Bands | None:
+    def bands(problem: Problem) -> backward_schedule.Bands | None:
         tiles = -(-problem.kv_len // schedule.backward_rows(problem))
         if not problem.causal or problem.q_len != problem.kv_len or problem.head_dim > 128:
             return None
         if turned == "bands":
-            return schedule.Bands(2, -(-tiles // 2), turned=False)
+            return backward_schedule.Bands(2, -(-tiles // 2), turned=False)
         half = -(-tiles // 2)
-        return schedule.Bands(half, 2, turned=True) if turned == "halves" and tiles > 1 else None
+        return (
+            backward_schedule.Bands(half, 2, turned=True)
+            if turned == "halves" and tiles > 1
+            else None
+        )
 
-    monkeypatch.setattr(schedule, "bands", bands)
-    monkeypatch.setattr(schedule, "heads_turned", lambda problem: heads if is_turned else 0)
-    monkeypatch.setattr(schedule, "keys_turned", keys)
-    monkeypatch.setattr(schedule, "halves_apart", lambda problem: is_turned and apart(problem))
+    monkeypatch.setattr(backward_schedule, "bands", bands)
+    monkeypatch.setattr(
+        backward_schedule, "heads_turned", lambda problem: heads if is_turned else 0
+    )
+    monkeypatch.setattr(backward_schedule, "keys_turned", keys)
+    monkeypatch.setattr(
+        backward_schedule, "halves_apart", lambda problem: is_turned and apart(problem)
+    )
     monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
 
 
@@ -241,7 +249,7 @@ class TestOnHopper:
         repeats: int,
     ) -> None:
         """Programs wait for one another in the backward pass: enough of them, often enough."""
-        monkeypatch.setattr(schedule, "num_parts", lambda problem: parts)
+        monkeypatch.setattr(backward_schedule, "num_parts", lambda problem: parts)
         monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
         torch.manual_seed(3)
         q, do = (
@@ -273,7 +281,7 @@ class TestOnHopper:
     def test_many_runs_end_and_agree(
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int, parts: int, apart: bool
     ) -> None:
-        monkeypatch.setattr(schedule, "halves_apart", lambda problem: apart)
+        monkeypatch.setattr(backward_schedule, "halves_apart", lambda problem: apart)
         self.check_repeats(monkeypatch, 2, parts, head_dim, repeats=50)
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -281,20 +289,20 @@ class TestOnHopper:
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int
     ) -> None:
         turn(monkeypatch, "heads", 4)
-        monkeypatch.setattr(schedule, "heads_at_once", lambda problem: 2)
+        monkeypatch.setattr(backward_schedule, "heads_at_once", lambda problem: 2)
         self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_heads_turned_in_part(self, monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
         turn(monkeypatch, "keys")
-        monkeypatch.setattr(schedule, "heads_at_once", lambda problem: 2)
+        monkeypatch.setattr(backward_schedule, "heads_at_once", lambda problem: 2)
         self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
 
     def test_few_heads_are_turned_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """4 heads of 36 tiles are 144 programs, for 132 processors."""
         monkeypatch.setitem(SHAPES, "few heads", (1, 4, 4, 4608, 4608, 128))
         q = torch.empty(1, 4, 4608, 128, dtype=torch.bfloat16, device="cuda")
-        if schedule.keys_turned(describe(q, q, q, causal=True)) == 0:
+        if backward_schedule.keys_turned(describe(q, q, q, causal=True)) == 0:
             pytest.skip("this GPU has other processors")
         self.check("few heads", torch.bfloat16, causal=True)
 
@@ -315,7 +323,7 @@ class TestOnHopper:
                 torch.empty(shape[0], n, shape[-1], SHAPES[name][-1], device="cuda").bfloat16()
                 for n in shape[1:3]
             )
-            if schedule.bands(describe(q, k, k, causal=True)) is None:
+            if backward_schedule.bands(describe(q, k, k, causal=True)) is None:
                 pytest.skip("this GPU has other processors")
             self.check(name, torch.bfloat16, causal=True)
 
@@ -341,7 +349,9 @@ class TestOnHopper:
         o, lse = operator.forward(call)
         results = []
         for heads_of_slice in (5, 2):
-            monkeypatch.setattr(schedule, "key_heads_of_slice", lambda *_, n=heads_of_slice: n)
+            monkeypatch.setattr(
+                backward_memory, "key_heads_of_slice", lambda *_, n=heads_of_slice: n
+            )
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
             for dlse in (None, lse):
                 hopper.backward(

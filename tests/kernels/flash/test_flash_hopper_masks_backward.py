@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.flash import operator
 from kernels.flash.call.arguments import FlashCall, FlashOptions
-from kernels.flash.hopper import plans, schedule
+from kernels.flash.hopper import backward_schedule, plans
 from kernels.problem import AttentionSpec, Mask, Packing
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -143,7 +143,7 @@ def test_windows(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, many_rounds: bool
 ) -> None:
     if many_rounds:
-        monkeypatch.setattr(schedule, "halves_apart", lambda problem: False)
+        monkeypatch.setattr(backward_schedule, "halves_apart", lambda problem: False)
         monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     for window in WINDOWS:
         for lengths in LENGTHS:
@@ -203,7 +203,7 @@ def test_many_runs_end_and_agree(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, parts: int
 ) -> None:
     """Programs wait for one another: enough of them, often enough, of one query head and more."""
-    monkeypatch.setattr(schedule, "num_parts", lambda problem: parts)
+    monkeypatch.setattr(backward_schedule, "num_parts", lambda problem: parts)
     monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     for spec in (
         spec_of(window=1000),

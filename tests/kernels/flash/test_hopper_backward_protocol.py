@@ -11,7 +11,7 @@ import pytest
 from gluon_backward_model import KEY_SUMS, BackwardMachine, Call, Pair, Rows, run_call
 from gluon_numbers import backward_functions
 
-from kernels.flash.hopper import schedule
+from kernels.flash.hopper import backward_schedule, schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -56,7 +56,7 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         lengths, q_len = [(kv_len, kv_len)], kv_len
         turned = rng.random() < 0.5
         order_count = -(-num_key_tiles // 2) if turned else rng.randint(1, num_key_tiles)
-        found = schedule.Bands(order_count, -(-num_key_tiles // order_count), turned)
+        found = backward_schedule.Bands(order_count, -(-num_key_tiles // order_count), turned)
         if turned and found.number == 2:
             order = "halves"
         programs, heads_at_once = heads * found.programs(num_key_tiles), heads

@@ -13,7 +13,7 @@ from benchmarks import backward_order
 from kernels.backends.flash_triton import FlashTriton
 from kernels.flash.call.arguments import BackwardPass
 from kernels.flash.call.problem import Problem, describe
-from kernels.flash.hopper import plans, schedule
+from kernels.flash.hopper import backward_memory, backward_schedule, plans
 from kernels.problem import AttentionProblem
 
 
@@ -40,16 +40,16 @@ class TestSchedule:
         return describe(q, k, k, causal=causal, window=window)
 
     def test_under_a_mask_every_query_head_has_programs_of_its_own(self) -> None:
-        assert schedule.num_parts(self.problem((32, 8), 8192)) == 4
-        assert schedule.num_parts(self.problem((8, 8), 8192)) == 1
+        assert backward_schedule.num_parts(self.problem((32, 8), 8192)) == 4
+        assert backward_schedule.num_parts(self.problem((8, 8), 8192)) == 1
 
     def test_in_a_narrow_window_one_program_has_all_heads_of_a_group(self) -> None:
         narrow = self.problem((32, 8), 65536, window=1024)
-        assert schedule.num_parts(narrow) == schedule.heads_at_once(narrow) == 1
-        assert schedule.num_parts(self.problem((32, 8), 65536, window=4096)) == 4
-        assert schedule.num_parts(self.problem((32, 8), 4096, window=1024)) == 4
+        assert backward_schedule.num_parts(narrow) == backward_schedule.heads_at_once(narrow) == 1
+        assert backward_schedule.num_parts(self.problem((32, 8), 65536, window=4096)) == 4
+        assert backward_schedule.num_parts(self.problem((32, 8), 4096, window=1024)) == 4
         # Too few programs to fill the GPU.
-        assert schedule.num_parts(self.problem((4, 1), 8192, window=1024)) == 2
+        assert backward_schedule.num_parts(self.problem((4, 1), 8192, window=1024)) == 2
 
     @pytest.mark.parametrize(
         ("times", "parts", "at_once"), [(1, 4, 16), (2, 4, 16), (4, 2, 8), (5, 2, 8), (8, 1, 4)]
@@ -61,10 +61,10 @@ class TestSchedule:
         q = torch.empty(1, 32, 2048, 128, dtype=torch.bfloat16, device="meta")
         k = torch.empty(1, 8, 2048 * times, 128, dtype=torch.bfloat16, device="meta")
         problem = describe(q, k, k, causal=True)
-        assert schedule.num_parts(problem) == parts
-        assert schedule.heads_at_once(problem) == at_once
+        assert backward_schedule.num_parts(problem) == parts
+        assert backward_schedule.heads_at_once(problem) == at_once
         # Of a packed batch the longest sequences alone are known.
-        assert schedule.num_parts(replace(problem, packed=True)) == 4
+        assert backward_schedule.num_parts(replace(problem, packed=True)) == 4
 
     @pytest.mark.parametrize(
         ("heads", "tokens", "window", "head_dim", "rolled"),
@@ -86,10 +86,10 @@ class TestSchedule:
         self, heads: tuple[int, int], tokens: int, window: int | None, head_dim: int, rolled: bool
     ) -> None:
         problem = self.problem(heads, tokens, window=window, head_dim=head_dim)
-        assert schedule.halves_rolled(problem) == rolled
+        assert backward_schedule.halves_rolled(problem) == rolled
 
     def test_halves_have_code_of_their_own_under_a_full_mask(self) -> None:
-        assert not schedule.halves_rolled(self.problem((16, 16), 16384, causal=False))
+        assert not backward_schedule.halves_rolled(self.problem((16, 16), 16384, causal=False))
 
     @pytest.mark.parametrize(
         ("heads", "causal", "window"),
@@ -125,7 +125,7 @@ class TestSchedule:
             )
         )  # fmt: skip
         allocated = sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.workspace)
-        predicted = schedule.backward_workspace(
+        predicted = backward_memory.backward_workspace(
             batch_size=2, num_heads=heads[0], num_kv_heads=heads[1], q_len=1024, kv_len=1024,
             head_dim=96, causal=causal, window=window,
         )  # fmt: skip
@@ -135,22 +135,22 @@ class TestSchedule:
 
     @pytest.mark.parametrize("tokens", [128, 2048, 3072, 4096, 8192])
     def test_parts_divide_the_group(self, tokens: int) -> None:
-        assert 4 % schedule.num_parts(self.problem((32, 8), tokens, causal=False)) == 0
+        assert 4 % backward_schedule.num_parts(self.problem((32, 8), tokens, causal=False)) == 0
 
     @pytest.mark.parametrize("tokens", [8192, 65536, 1 << 18])
     def test_heads_come_in_slices_whose_sums_stay_small(self, tokens: int) -> None:
         """Of each key head float32 sums of 128 numbers: dq of four heads, dk and dv."""
-        heads = schedule.key_heads_of_slice(self.problem((32, 8), tokens), tokens, tokens)
+        heads = backward_memory.key_heads_of_slice(self.problem((32, 8), tokens), tokens, tokens)
         in_slice = heads * tokens * 6 * 128 * 4
-        assert heads == 1 or in_slice <= schedule.SLICE_BYTES
-        assert heads == 8 or (heads + 1) * tokens * (6 * 128 * 4 + 32) > schedule.SLICE_BYTES
-        every = schedule.key_heads_of_slice(self.problem((32, 32), tokens), tokens, tokens)
+        assert heads == 1 or in_slice <= backward_memory.SLICE_BYTES
+        assert heads == 8 or (heads + 1) * tokens * (6 * 128 * 4 + 32) > backward_memory.SLICE_BYTES
+        every = backward_memory.key_heads_of_slice(self.problem((32, 32), tokens), tokens, tokens)
         assert every == 32
 
     @pytest.mark.parametrize("tokens", [1024, 8192, 16384])
     def test_heads_that_take_turns_fit_the_cache(self, tokens: int) -> None:
         """8 bytes of q, do and the sums of dq for each of 128 columns."""
-        heads = schedule.heads_at_once(self.problem((32, 32), tokens))
+        heads = backward_schedule.heads_at_once(self.problem((32, 32), tokens))
         assert heads * tokens * 128 * 8 <= 50 << 20
         # The simulation's own, which asks no device.
         assert heads == backward_order.heads_at_once(tokens, 128)
@@ -173,7 +173,9 @@ class TestSchedule:
     def test_the_last_heads_are_turned_if_they_fill_the_gpu(
         self, heads: tuple[int, int], tokens: int, head_dim: int, turned: int
     ) -> None:
-        assert schedule.heads_turned(self.problem(heads, tokens, head_dim=head_dim)) == turned
+        assert (
+            backward_schedule.heads_turned(self.problem(heads, tokens, head_dim=head_dim)) == turned
+        )
         if turned:
             # The simulation's own.
             assert turned == backward_order.heads_turned(heads[0], tokens, head_dim)
@@ -202,9 +204,9 @@ class TestSchedule:
         self, heads: tuple[int, int], tokens: int, head_dim: int, turned: int
     ) -> None:
         problem = self.problem(heads, tokens, head_dim=head_dim)
-        assert schedule.keys_turned(problem) == turned
+        assert backward_schedule.keys_turned(problem) == turned
         if turned:
-            assert schedule.heads_turned(problem) == heads[0]
+            assert backward_schedule.heads_turned(problem) == heads[0]
             assert turned == backward_order.keys_turned(heads[0], tokens, head_dim)
 
     @pytest.mark.parametrize(
@@ -226,9 +228,13 @@ class TestSchedule:
         self, heads: tuple[int, int], tokens: int, head_dim: int, bands: object
     ) -> None:
         problem = self.problem(heads, tokens, head_dim=head_dim)
-        assert schedule.bands(problem) == bands
+        assert backward_schedule.bands(problem) == bands
         if bands is not None:
-            assert schedule.heads_turned(problem) == schedule.keys_turned(problem) == 0
+            assert (
+                backward_schedule.heads_turned(problem)
+                == backward_schedule.keys_turned(problem)
+                == 0
+            )
 
     @pytest.mark.parametrize(
         ("heads", "tokens"), [((1, 1), 8192), ((1, 1), 16384), ((2, 1), 4000), ((4, 4), 8192)]
@@ -245,10 +251,10 @@ class TestSchedule:
             )
         )  # fmt: skip
         tiles = -(-tokens // 128)
-        bands = schedule.bands(problem)
+        bands = backward_schedule.bands(problem)
         programs = bands.programs(tiles) if bands else tiles
         assert plan.main.grid == (heads[0] * programs, 1, 1)
-        turns = bands.turns if bands else schedule.keys_turned(problem)
+        turns = bands.turns if bands else backward_schedule.keys_turned(problem)
         assert turns > 0
         assert plan.main.integers[10] == turns
         names = plan.finish_dq.kernel.arg_names
@@ -260,8 +266,8 @@ class TestSchedule:
     def test_a_packed_batch_has_no_bands(self) -> None:
         """Its sequences differ in length, and only the GPU knows how."""
         problem = self.problem((1, 1), 4096, head_dim=64)
-        assert schedule.bands(problem) is not None
-        assert schedule.bands(replace(problem, packed=True)) is None
+        assert backward_schedule.bands(problem) is not None
+        assert backward_schedule.bands(replace(problem, packed=True)) is None
         given = AttentionProblem(
             batch_size=1, num_heads=1, num_kv_heads=1, q_len=4096, kv_len=4096, head_dim=64,
             causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
@@ -285,18 +291,18 @@ class TestSchedule:
 
     def test_turns_are_divided_from_the_diagonal_on_alone(self) -> None:
         q, k = (torch.empty(1, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (4096, 4224))
-        assert schedule.bands(describe(q, q, q, causal=True)) is not None
-        assert schedule.bands(describe(q, k, k, causal=True)) is None
-        assert schedule.bands(describe(k, q, q, causal=True)) is None
-        assert schedule.bands(describe(q, q, q, causal=False)) is None
-        assert schedule.bands(describe(q, q, q, causal=True, window=4000)) is None
+        assert backward_schedule.bands(describe(q, q, q, causal=True)) is not None
+        assert backward_schedule.bands(describe(q, k, k, causal=True)) is None
+        assert backward_schedule.bands(describe(k, q, q, causal=True)) is None
+        assert backward_schedule.bands(describe(q, q, q, causal=False)) is None
+        assert backward_schedule.bands(describe(q, q, q, causal=True, window=4000)) is None
 
     def test_none_is_turned_in_part_where_sums_of_dq_are_large(self) -> None:
         q, k = (
             torch.empty(1, 4, n, 128, dtype=torch.bfloat16, device="meta") for n in (8320, 8192)
         )
-        assert schedule.keys_turned(describe(q, k, k, causal=True)) == 0
-        assert schedule.keys_turned(describe(k, q, q, causal=True)) == 33
+        assert backward_schedule.keys_turned(describe(q, k, k, causal=True)) == 0
+        assert backward_schedule.keys_turned(describe(k, q, q, causal=True)) == 33
 
     @pytest.mark.parametrize("cache_mib", [50, 60])
     def test_what_is_turned_in_part_does_not_depend_on_the_cache(
@@ -305,9 +311,9 @@ class TestSchedule:
         """Predictions of memory do not ask the GPU."""
         properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=cache_mib << 20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        assert schedule.keys_turned(self.problem((4, 4), 8192)) == 33
+        assert backward_schedule.keys_turned(self.problem((4, 4), 8192)) == 33
         # Of 60 MiB four heads would be one group, and all of them turned.
-        assert schedule.keys_turned(self.problem((4, 4), 10240)) == 0
+        assert backward_schedule.keys_turned(self.problem((4, 4), 10240)) == 0
 
     @pytest.mark.parametrize(
         ("heads", "onto", "planned"),
@@ -347,7 +353,11 @@ class TestSchedule:
         full = self.problem((4, 4), 8192, causal=False)
         windowed = self.problem((4, 4), 8192, window=1024)
         for problem in (full, windowed):
-            assert schedule.heads_turned(problem) == schedule.keys_turned(problem) == 0
+            assert (
+                backward_schedule.heads_turned(problem)
+                == backward_schedule.keys_turned(problem)
+                == 0
+            )
 
     @pytest.mark.parametrize(
         ("heads", "head_dim", "apart"),
@@ -358,4 +368,4 @@ class TestSchedule:
     ) -> None:
         """8 heads have 512 programs, 17 have 1,088; up to 64 columns halves are added at once."""
         problem = self.problem((heads, heads), 8192, head_dim=head_dim)
-        assert schedule.halves_apart(problem) is apart
+        assert backward_schedule.halves_apart(problem) is apart

@@ -16,7 +16,8 @@ from gluon_model import Place
 from gluon_numbers import backward_functions
 from torch import Tensor
 
-from kernels.flash.hopper.schedule import PROGRAM_ROWS, Bands, has_unmasked_turns
+from kernels.flash.hopper.backward_schedule import Bands
+from kernels.flash.hopper.schedule import PROGRAM_ROWS, has_unmasked_turns
 from kernels.problem import Mask
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")

@@ -11,7 +11,7 @@ import torch
 
 from kernels.flash.call.arguments import ForwardPass
 from kernels.flash.call.problem import describe
-from kernels.flash.hopper import plans, program_size, schedule
+from kernels.flash.hopper import forward_schedule, plans, program_size
 from kernels.flash.hopper.program_size import ProgramSize
 
 
@@ -192,7 +192,7 @@ class TestProgramSize:
         q = torch.empty(1, heads, tokens, 64, dtype=torch.bfloat16, device="meta")
         k = torch.empty(1, kv_heads, tokens, 64, dtype=torch.bfloat16, device="meta")
         problem = describe(q, k, k, causal=causal, window=window)
-        assert schedule.forward_heads_at_once(problem) == at_once
+        assert forward_schedule.heads_at_once(problem) == at_once
 
     @pytest.mark.parametrize(("heads", "tokens"), [(32, 8192), (16, 16384)])
     def test_long_sequences(self, heads: int, tokens: int) -> None:

@@ -19,7 +19,7 @@ from kernels.problem import AttentionSpec
 from kernels.query_gradient import QueryBlock, QueryGradient
 from parallel.context.blocks.layouts import LAYOUTS, Layout
 
-schedule = pytest.importorskip("kernels.flash.hopper.schedule")
+backward_memory = pytest.importorskip("kernels.flash.hopper.backward_memory")
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_hopper = pytest.mark.skipif(
@@ -74,16 +74,16 @@ class TestWholeTurns:
         blocks = blocks_of(layout, rank, local)
         # The last rank of a zigzag reads the early chunks of the others with all of its queries.
         fits = fits or (layout == "zigzag" and rank == 3)
-        assert schedule.are_whole_turns(blocks, local) is fits
+        assert backward_memory.are_whole_turns(blocks, local) is fits
 
     def test_the_query_before_a_strict_mask_sees_nothing(self) -> None:
         *_, block = blocks_of("striped", 0, 1000)
         assert (block.start, block.stop, block.num_keys) == (1, 1000, 999)
-        assert schedule.first_query(block) == 0
+        assert backward_memory.first_query(block) == 0
         # Of one key more it would see the first.
-        assert schedule.first_query(block._replace(num_keys=1000)) is None
+        assert backward_memory.first_query(block._replace(num_keys=1000)) is None
         full = block._replace(spec=replace(block.spec, causal=False))
-        assert schedule.first_query(full) is None
+        assert backward_memory.first_query(full) is None
 
     @pytest.mark.parametrize(
         "first",
@@ -98,13 +98,13 @@ class TestWholeTurns:
     )
     def test_the_first_block_writes_all(self, first: dict) -> None:
         blocks = blocks_of("contiguous", 1, 1024)
-        assert schedule.are_whole_turns(blocks, 1024)
-        assert not schedule.are_whole_turns([blocks[0]._replace(**first), *blocks[1:]], 1024)
+        assert backward_memory.are_whole_turns(blocks, 1024)
+        assert not backward_memory.are_whole_turns([blocks[0]._replace(**first), *blocks[1:]], 1024)
 
     def test_a_window_of_a_later_block(self) -> None:
         first, second = blocks_of("contiguous", 1, 1024)[:2]
         windowed = AttentionSpec(causal=True, scale=SCALE, window=100)
-        assert not schedule.are_whole_turns([first, second._replace(spec=windowed)], 1024)
+        assert not backward_memory.are_whole_turns([first, second._replace(spec=windowed)], 1024)
 
 
 class TestMemory:
