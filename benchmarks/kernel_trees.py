@@ -13,7 +13,8 @@ passes whose gradients differ in a bit, and sums of |dq|, |dk| or |dv| that are 
 first arm's, are named; that is no test.
 Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask; with
 /packed at the end the sequences are packed, with /ragged they have unequal lengths, too, and as
-many pairs as the dense batch. Exits with 1 if an arm failed, or does not take one of the shapes.
+many pairs as the dense batch, and with /skewed the first has half of all tokens. Exits with 1 if an
+arm failed, or does not take one of the shapes.
 """
 
 from __future__ import annotations
@@ -65,23 +66,35 @@ class Shape:
     causal: bool = True
     window: int | None = None
     packing: str = "none"
-    """Or "packed", or "ragged"."""
+    """Or "packed", "ragged" or "skewed"."""
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         if self.packing == "ragged":
             return ragged_lengths(self.batch_size, self.tokens, seed=0)
+        if self.packing == "skewed":
+            return skewed_lengths(self.batch_size, self.tokens)
         return [self.tokens] * self.batch_size
+
+
+def skewed_lengths(num_sequences: int, tokens: int) -> list[int]:
+    """As many tokens as ``num_sequences`` of ``tokens``, half of them in the first sequence."""
+    if num_sequences == 1:
+        return [tokens]
+    total = num_sequences * tokens
+    others = max(1, total // 2 // (num_sequences - 1))
+    return [total - others * (num_sequences - 1), *[others] * (num_sequences - 1)]
 
 
 def shape_of(text: str) -> Shape:
     """As the command line has it; raises argparse.ArgumentTypeError."""
-    mask, packing = r"(/full|/window=(\d+))?", "(?:/(packed|ragged))?"
+    mask, packing = r"(/full|/window=(\d+))?", "(?:/(packed|ragged|skewed))?"
     found = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?x(\d+)x(\d+)" + mask + packing, text)
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text}: must be like 1x32:8x8192x128/window=1024, or with /full, /packed or /ragged"
+            f"{text}: must be like 1x32:8x8192x128/window=1024, or with /full, /packed, /ragged"
+            " or /skewed"
         )
     batch_size, heads, kv_heads, tokens, head_dim = (
         int(found[i]) for i in (1, 2, 3 if found[3] else 2, 4, 5)
