@@ -58,7 +58,9 @@ class Pair(Anything):
             ("p", "slope"): "p * slope",
             ("p * slope", "dp - delta"): "ds",
             ("ds", "slope"): "ds",
-        }[self.kind, other.kind]
+        }.get((self.kind, other.kind))
+        if product is None:
+            raise ProtocolError(f"{self} times {other}")
         return Pair(product, self.query, self.key)
 
     def __add__(self, delta: Any) -> Pair:

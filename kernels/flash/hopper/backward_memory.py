@@ -41,6 +41,30 @@ def key_heads_of_slice(problem: Problem, num_queries: int, num_keys: int) -> int
     )
 
 
+def _parts(
+    *,
+    batch_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    causal: bool,
+    window: int | None = None,
+) -> int:
+    """As backward_schedule.num_parts, on a GPU of PROCESSORS."""
+    rows = PROGRAM_ROWS if columns(head_dim).stored <= 128 else ROWS
+    return backward_schedule.num_parts_of(
+        key_tiles=-(-kv_len // rows) * batch_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        fewest=backward_schedule.fewest_parts(
+            num_heads // num_kv_heads, q_len, kv_len, causal, window
+        ),
+        processors=PROCESSORS,
+    )
+
+
 def _key_heads_of_slice(num_kv_heads: int, group_size: int, one_head: int) -> int:
     if group_size == 1:
         return num_kv_heads
@@ -71,15 +95,15 @@ def backward_workspace(
     Args:
         hides_more: whether there is a prefix or a shift.
     """
-    rows = PROGRAM_ROWS if columns(head_dim).stored <= 128 else ROWS
-    parts = backward_schedule.num_parts_of(
-        key_tiles=-(-kv_len // rows) * batch_size,
+    parts = _parts(
+        batch_size=batch_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        fewest=backward_schedule.fewest_parts(
-            num_heads // num_kv_heads, q_len, kv_len, causal, window
-        ),
-        processors=PROCESSORS,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        causal=causal,
+        window=window,
     )
     group_size = num_heads // num_kv_heads
     one_head = _bytes_of_key_head(
@@ -123,12 +147,14 @@ def _bytes_of_further_sums(
     stored = columns(head_dim).stored
     key_tiles = -(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS))
     group_size = num_heads // num_kv_heads
-    parts = backward_schedule.num_parts_of(
-        key_tiles=key_tiles * batch_size,
+    parts = _parts(
+        batch_size=batch_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        fewest=backward_schedule.fewest_parts(group_size, q_len, kv_len, True, None),
-        processors=PROCESSORS,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        causal=True,
     )
     heads = batch_size * num_kv_heads * parts
     one_sum = 4 * stored * batch_size * num_heads * q_len
@@ -198,18 +224,17 @@ def query_gradient_memory(
     num_queries = blocks[0].stop
     if not are_whole_turns(blocks, num_queries):
         return None
-    rows = PROGRAM_ROWS if columns(head_dim).stored <= 128 else ROWS
     group_size = num_heads // num_kv_heads
     of_blocks = []
     for block in blocks:
-        parts = backward_schedule.num_parts_of(
-            key_tiles=-(-block.num_keys // rows) * batch_size,
+        parts = _parts(
+            batch_size=batch_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            fewest=backward_schedule.fewest_parts(
-                group_size, block.stop - block.start, block.num_keys, block.spec.causal, None
-            ),
-            processors=PROCESSORS,
+            q_len=block.stop - block.start,
+            kv_len=block.num_keys,
+            head_dim=head_dim,
+            causal=block.spec.causal,
         )
         num_keys = batch_size * block.num_keys if parts > 1 else 0
         of_keys = _bytes_of_key_head(

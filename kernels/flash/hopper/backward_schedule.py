@@ -209,8 +209,8 @@ def halves_rolled(problem: Problem) -> bool:
 
     It is half as long. On an H100 it takes 0.94 to 1.03 of the time under windows and of grouped
     queries under a causal mask, mostly 0.97, and likewise where tiles have bands; on an H200 0.96
-    to 0.99 where heads of many rounds are turned. Where heads are turned in part it takes 1.03, and
-    under a full mask 1.03 to 1.06 on an H100.
+    to 0.98 where heads of many rounds are turned, and 1.00 to 1.02 if the batch is packed. Where
+    heads are turned in part it takes 1.00 to 1.05, and under a full mask 1.03 to 1.06 on an H100.
     """
     if columns(problem.head_dim) != Columns(main=128, tail=0, stored=128):
         return False
@@ -237,6 +237,7 @@ def heads_turned(problem: Problem) -> int:
 
 
 def heads_turned_of(heads: int, num_key_tiles: int, *, group: int, processors: int) -> int:
+    """As :func:`heads_turned`, of heads that take turns in groups of ``group``."""
     filling = processors // num_key_tiles + 1
     groups_before = max(0, heads - filling) // group
     turned = heads - groups_before * group

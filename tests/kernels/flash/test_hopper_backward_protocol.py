@@ -194,6 +194,8 @@ def test_programs() -> None:
         ("mbarrier.wait(shared.ds_ready, parity)", "pass"),
         ("mbarrier.wait(shared.done.index(new), phase ^ 1)", "pass"),
         ("new_ds = 4 * opaque(parity)", "new_ds = 0"),
+        ("views.do_tiles.index(slot), dp, True", "views.do_tiles.index(slot), zeros, False"),
+        ("key_tile * PROGRAM_ROWS >= seq.kv_len", "(key_tile + 1) * PROGRAM_ROWS > seq.kv_len"),
         ("while gl.load(count, volatile=True) < before:", "while False:"),
         ("mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)", "pass"),
         ("mbarrier.wait(shared.closed.index(part & 1), ((part + 2) >> 1) & 1)", "pass"),
