@@ -378,8 +378,9 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     names |= {name: getattr(backward_order, name) for name in structures}
     names["Sharing"] = backward_sharing.Sharing
     edits = edit, (".to(gl.int64)", "")
-    load(names, tiles, ("offsets", "sequence"), *edits)
-    places = ("place_in_order", "place_in_bands", "in_band", "lines_before", "turn_of", "tile_of")
+    load(names, tiles, ("offsets", "sequence", "sequence_of_program"), *edits)
+    places: tuple[str, ...] = ("place_in_order", "place_in_batch", "place_in_bands")
+    places += ("in_band", "lines_before", "turn_of", "tile_of")
     turns = ("turns_of_keys", "bounds_of_loops", "programs_before", "start_scores")
     load(names, backward_order, (*places, *turns), *edits)
     load(
@@ -417,7 +418,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         names[functions[-1]](
             *(Descriptor(name) for name in ("q", "do", "k", "v", "statistics")),
             *(0, 0, KEY_SUMS, KEY_COUNTS, "dk", "dv", *offsets, *[0] * 6),
-            *(call.num_heads, call.group_size, call.num_members),
+            *(len(starts) - 1, call.num_heads, call.group_size, call.num_members),
             *(call.heads_at_once, call.order_count, call.q_len, call.kv_len),
             *(call.num_heads, *padded, *call.edges, ANYTHING, ANYTHING),
             *(*constants, call.cu_seqlens is not None, 4),

@@ -359,13 +359,6 @@ class Descriptor:
         self.block_type = type("Block", (), {"nbytes": 1, "shape": [1]})
 
 
-class Heads(int):
-    """An integer that leads to addresses, which the model has no use for."""
-
-    def __rmul__(self, _: int) -> Any:
-        return ANYTHING
-
-
 def tile_names() -> dict[str, Any]:
     """Constants and structures of the kernels' tiles."""
     from kernels.flash.hopper import tiles
@@ -413,7 +406,6 @@ def run_program(
     mask: str = "plain",
     edges: tuple[int, int, int] = (0, 0, 0),
     cu_seqlens: tuple[list[int], list[int]] | None = None,
-    sequence: int = 0,
     edit: tuple[str, str] | None = None,
 ) -> dict[int, list[Scores]]:
     """The results of one program: for each consumer's first row, the scores that made up its o.
@@ -432,7 +424,7 @@ def run_program(
     from kernels.flash.hopper import forward_tile as hopper_tile
     from kernels.flash.hopper import tiles as hopper_tiles
 
-    machine = Machine(seed, (program, sequence), grid)
+    machine = Machine(seed, (program, 0), grid)
     names: dict[str, Any] = {
         "gl": Language(machine),
         "mbarrier": machine,
@@ -453,9 +445,10 @@ def run_program(
     names |= tile_names()
     names |= {name: getattr(hopper_tile, name) for name in ("Inputs", "Head", "Outputs")}
     names |= {name: getattr(hopper_forward, name) for name in ("Shared", "Progress")}
-    load(names, hopper_tiles, ("sequence", "offsets", "key_tiles"), edit)
-    shared = ("place_in_order", "query_tile", "start_scores", "finish")
-    load(names, hopper_tile, shared, edit)
+    of_tiles = ("sequence", "sequence_of_program", "offsets", "key_tiles")
+    load(names, hopper_tiles, of_tiles, edit)
+    shared = ("place_in_order", "place_in_batch", "query_tile", "start_scores", "finish")
+    load(names, hopper_tile, shared, edit, (".to(gl.int64)", ""))
     program_size: tuple[int, ...] = ()
     if consumers == 1:
         names |= {name: getattr(hopper_small, name) for name in ("Places", "Progress")}
@@ -464,10 +457,11 @@ def run_program(
         load(names, hopper_forward, ("produce", "advance", "consume", "flash_forward"), edit)
         program_size = consumers, tiles
     starts = [Place(numbers) for numbers in cu_seqlens] if cu_seqlens else [ANYTHING, ANYTHING]
+    batch_size = len(cu_seqlens[0]) - 1 if cu_seqlens else 1
     arguments = (
         *(Descriptor(name) for name in "qkv"),
         *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
-        *(Heads(1), 1, 1, q_len, kv_len, 0, *edges, ANYTHING),
+        *(batch_size, 1, 1, 1, q_len, kv_len, 0, *edges, ANYTHING),
         *(key_tile, stages, *program_size, 96, 128, 64, tail),
         *(causal, mask, 0.0, cu_seqlens is not None, 4),
     )

@@ -22,6 +22,7 @@ class Language:
     int32, float32 = torch.int32, torch.float32
     exp2, log2 = torch.exp2, torch.log2
     abs = staticmethod(abs)
+    static_range = range
     SliceLayout = ANYTHING
 
     def cdiv(self, a: int, b: int) -> int:
@@ -104,9 +105,9 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     """Those of the backward kernels: ``turns_of_keys``, ``turn_of``, ``programs_before``,
-    ``place_in_order``, ``place_in_bands``, ``in_band``, ``lines_before``, ``probabilities``,
-    ``slope_of_cap``, ``sharing_of``; and ``is_reached`` and ``is_reached_by_later`` of
-    rows.finish_dq.
+    ``place_in_order``, ``place_in_batch``, ``place_in_bands``, ``in_band``, ``lines_before``,
+    ``probabilities``, ``slope_of_cap``, ``sharing_of``, ``sequence_of_program``; and ``is_reached``
+    and ``is_reached_by_later`` of rows.finish_dq.
 
     Args:
         edit: a line of their source, and what to put in its place.
@@ -117,10 +118,17 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     names: dict[str, Any] = {"gl": Language(), "Turns": backward_order.Turns, **tile_names()}
     names["tl"] = names["gl"]
     names["Sharing"] = backward_sharing.Sharing
-    load(names, tiles, ("offsets", "capped", "sequence"), edit)
+    load(names, tiles, ("offsets", "capped", "sequence", "sequence_of_program"), edit)
     load(names, tiles, ("hide",), edit, (".type.layout", ""))
     load(names, rows, ("is_reached", "is_reached_by_later"), edit)
-    order = ("place_in_order", "lines_before", "turns_of_keys", "turn_of", "programs_before")
+    order = (
+        "place_in_order",
+        "place_in_batch",
+        "lines_before",
+        "turns_of_keys",
+        "turn_of",
+        "programs_before",
+    )
     load(names, backward_order, (*order, "place_in_bands", "in_band"), edit)
     load(names, backward_sharing, ("sharing_of",), edit, (".to(gl.int64)", ""))
     # PyTorch's tensors have no layout to ask for.

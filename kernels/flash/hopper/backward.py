@@ -49,7 +49,7 @@ from kernels.flash.hopper.backward_order import (
     number_of_thread,
     open_turns,
     place_in_bands,
-    place_in_order,
+    place_in_batch,
     probabilities,
     programs_before,
     slope_of_cap,
@@ -648,7 +648,7 @@ def accumulate(
         mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
 
-@gluon.jit(do_not_specialize=["order_count", "window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["batch_size", "order_count", "window", "prefix_len", "shift"])
 def flash_backward(
     q_desc,
     do_desc,
@@ -669,6 +669,7 @@ def flash_backward(
     stride_vb,
     stride_vh,
     stride_vs,
+    batch_size,
     num_heads,
     group_size,
     num_members,
@@ -765,18 +766,29 @@ def flash_backward(
         mbarrier.init(shared.do_ready.index(slot), count=1)
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
-    num_key_tiles = gl.cdiv(kv_len, PROGRAM_ROWS)
+    programs_of_sequence = num_heads // num_members
     IN_BANDS: gl.constexpr = ORDER == "bands" or ORDER == "halves"
     band = 0
     num_bands = 1
     if IN_BANDS:
         line, key_tile, band, is_turned = place_in_bands(
-            heads_at_once, order_count, num_key_tiles, ORDER
+            heads_at_once, order_count, gl.cdiv(kv_len, PROGRAM_ROWS), ORDER
         )
+        batch = line // programs_of_sequence
+        head = line % programs_of_sequence
     else:
-        line, key_tile, is_turned = place_in_order(heads_at_once, order_count, num_key_tiles, ORDER)
-    programs_of_sequence = num_heads // num_members
-    first_head = line % programs_of_sequence * num_members
+        batch, head, key_tile, is_turned = place_in_batch(
+            cu_seqlens_k,
+            batch_size,
+            programs_of_sequence,
+            heads_at_once,
+            order_count,
+            kv_len,
+            PROGRAM_ROWS,
+            ORDER,
+            PACKED,
+        )
+    first_head = head * num_members
     heads = Heads(
         num_heads=num_heads,
         first_head=first_head,
@@ -786,8 +798,7 @@ def flash_backward(
         padded_len=padded_len,
         lines_before=band * num_lines if IN_BANDS else lines_before(is_turned, num_lines, ORDER),
     )
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
-    # Of a packed batch a short sequence has fewer tiles than the longest one.
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
     if PACKED and key_tile * PROGRAM_ROWS >= seq.kv_len:
         return
     edges = Edges(window, prefix_len, shift)

@@ -52,6 +52,7 @@ from kernels.flash.hopper.tiles import (
     hide,
     offsets,
     opaque,
+    sequence_of_program,
 )
 
 
@@ -125,30 +126,82 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def place_in_order(heads_at_once, num_turned, num_key_tiles, ORDER: gl.constexpr):
-    """The head and the key tile of this program, and whether it is turned.
+def place_in_order(
+    index,
+    num_heads,
+    heads_behind,
+    heads_at_once,
+    num_turned,
+    num_key_tiles,
+    ORDER: gl.constexpr,
+):
+    """The head and the key tile of program ``index``, and whether it is turned.
 
     Programs start in order, and of one head the last keys have to be added to dQ first. So many
     heads take turns, which leaves the long programs of all of them, not of one head alone, for the
     end; and where all programs are as long, they meet at a turn's dQ later. Where ``ORDER`` is
     "heads", the last ``num_turned`` heads, one of these groups or more, go by the first keys first;
     where it is "keys", all heads do in their first ``num_turned`` tiles of keys, after the others.
+
+    Args:
+        num_heads: to which the programs belong; ``heads_behind`` more follow, and are counted among
+            the last ones.
     """
-    index = gl.program_id(0)
-    num_heads = gl.num_programs(0) // num_key_tiles
     first_head = index // (heads_at_once * num_key_tiles) * heads_at_once
     width = gl.minimum(heads_at_once, num_heads - first_head)
     index -= first_head * num_key_tiles
     key_tile = num_key_tiles - 1 - index // width
     is_turned = 0
     if ORDER == "heads":
-        is_turned = gl.where(first_head >= num_heads - num_turned, 1, 0)
+        is_turned = gl.where(first_head >= num_heads + heads_behind - num_turned, 1, 0)
         key_tile = gl.where(is_turned > 0, index // width, key_tile)
     if ORDER == "keys":
         turned_tile = index // width - (num_key_tiles - num_turned)
         is_turned = gl.where(turned_tile >= 0, 1, 0)
         key_tile = gl.where(is_turned > 0, turned_tile, key_tile)
     return first_head + index % width, key_tile, is_turned
+
+
+@gluon.jit
+def place_in_batch(
+    cu_seqlens_k,
+    batch_size,
+    num_heads,
+    heads_at_once,
+    num_turned,
+    kv_len,
+    SIZE: gl.constexpr,
+    ORDER: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """The sequence, the head, and the key tile of this program, and whether it is turned.
+
+    Args:
+        num_heads: of a sequence, each with programs of its own.
+
+    Returns:
+        These four. A key tile behind the sequence's last one has no program to do.
+    """
+    index = gl.program_id(0)
+    num_key_tiles = gl.cdiv(kv_len, SIZE)
+    # Where heads are turned in part, those of all sequences take turns, and there are few programs.
+    if PACKED and ORDER != "keys":
+        seq, index, num_key_tiles, is_spare = sequence_of_program(
+            cu_seqlens_k, batch_size, num_heads, index, SIZE
+        )
+        heads_behind = (batch_size - 1 - seq) * num_heads
+        head, key_tile, is_turned = place_in_order(
+            index, num_heads, heads_behind, heads_at_once, num_turned, num_key_tiles, ORDER
+        )
+        key_tile = gl.where(is_spare, num_key_tiles, key_tile)
+    else:
+        num_lines = gl.num_programs(0) // num_key_tiles
+        line, key_tile, is_turned = place_in_order(
+            index, num_lines, 0, heads_at_once, num_turned, num_key_tiles, ORDER
+        )
+        seq = line // num_heads
+        head = line % num_heads
+    return seq, head, key_tile, is_turned
 
 
 @gluon.jit

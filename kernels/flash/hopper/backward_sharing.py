@@ -26,7 +26,7 @@ class Sharing(NamedTuple):
     adds: Any
     """Whether it adds to the sums, as all but the last do."""
     ends: Any
-    """Whether it is the last. Neither, if the sequence has no keys in the tile."""
+    """Whether it is the last."""
     before: Any
     """Programs that add before this one."""
     count: Any
@@ -64,8 +64,8 @@ def sharing_of(
     line = seq.batch * (heads.num_heads // group_size) + heads.kv_head
     row = line.to(gl.int64) * padded_keys + seq.key_line_start + first_key
     return Sharing(
-        adds=(first_key < seq.kv_len) & (before < num_programs - 1),
-        ends=(first_key < seq.kv_len) & (before == num_programs - 1),
+        adds=before < num_programs - 1,
+        ends=before == num_programs - 1,
         before=before,
         count=key_counts + row // ROWS,
         sums=key_sums + row * (2 * BLOCK_D),

@@ -46,7 +46,7 @@ from kernels.flash.hopper.backward_order import (
     close_turns,
     lines_before,
     open_turns,
-    place_in_order,
+    place_in_batch,
     probabilities,
     programs_before,
     slope_of_cap,
@@ -505,7 +505,7 @@ def accumulate(
         mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
 
-@gluon.jit(do_not_specialize=["order_count", "window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["batch_size", "order_count", "window", "prefix_len", "shift"])
 def flash_backward_wide(
     q_desc,
     do_desc,
@@ -526,6 +526,7 @@ def flash_backward_wide(
     stride_vb,
     stride_vh,
     stride_vs,
+    batch_size,
     num_heads,
     group_size,
     num_members,
@@ -599,10 +600,19 @@ def flash_backward_wide(
         mbarrier.init(shared.do_ready.index(slot), count=1)
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
-    num_key_tiles = gl.cdiv(kv_len, ROWS)
-    line, key_tile, is_turned = place_in_order(heads_at_once, order_count, num_key_tiles, ORDER)
     programs_of_sequence = num_heads // num_members
-    first_head = line % programs_of_sequence * num_members
+    batch, head, key_tile, is_turned = place_in_batch(
+        cu_seqlens_k,
+        batch_size,
+        programs_of_sequence,
+        heads_at_once,
+        order_count,
+        kv_len,
+        ROWS,
+        ORDER,
+        PACKED,
+    )
+    first_head = head * num_members
     heads = Heads(
         num_heads=num_heads,
         first_head=first_head,
@@ -612,7 +622,9 @@ def flash_backward_wide(
         padded_len=padded_len,
         lines_before=lines_before(is_turned, num_lines, ORDER),
     )
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // programs_of_sequence, q_len, kv_len, PACKED)
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
+    if PACKED and key_tile * ROWS >= seq.kv_len:
+        return
     edges = Edges(window, prefix_len, shift)
     turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, is_turned, ROWS, CAUSAL, MASK)
     sharing = 0

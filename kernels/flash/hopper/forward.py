@@ -57,7 +57,7 @@ from kernels.flash.hopper.forward_tile import (
     finish,
     from_words,
     masked,
-    place_in_order,
+    place_in_batch,
     query_tile,
     raise_reference,
     rescale,
@@ -355,7 +355,7 @@ def consume(
 
 
 # Windows and shifts differ from call to call, and gain nothing from being known.
-@gluon.jit(do_not_specialize=["window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["batch_size", "window", "prefix_len", "shift"])
 def flash_forward(
     q_desc,
     k_desc,
@@ -367,6 +367,7 @@ def flash_forward(
     stride_ob,
     stride_oh,
     stride_os,
+    batch_size,
     num_heads,
     group_size,
     heads_at_once,
@@ -411,6 +412,14 @@ def flash_forward(
         v_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
+    batch, number, program, num_programs = place_in_batch(
+        cu_seqlens_q, batch_size, num_heads, heads_at_once, TILES * CONSUMERS * ROWS, PACKED
+    )
+    if PACKED and program >= num_programs:
+        return
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
+    num_tiles = gl.cdiv(seq.q_len, CONSUMERS * ROWS)
+    head = Head(number, number // group_size, num_tiles, program, num_programs)
     for place in gl.static_range(Q_SLOTS):
         mbarrier.init(shared.q_ready.index(place), count=1)
     for slot in gl.static_range(STAGES):
@@ -420,12 +429,6 @@ def flash_forward(
 
     inputs = Inputs(q_desc, k_desc, v_desc)
     outputs = Outputs(o_ptr, lse_ptr, stride_ob, stride_oh, stride_os, num_heads, lse_len)
-    line, program = place_in_order(heads_at_once)
-    number = line % num_heads
-    # Tiles of the longest sequence: those beyond a shorter one's end are empty.
-    num_tiles = gl.cdiv(q_len, CONSUMERS * ROWS)
-    head = Head(number, number // group_size, num_tiles, program, gl.num_programs(0))
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // num_heads, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     if MASK == "plain":
         # Else the warps would be handed numbers that they do not use.

@@ -37,7 +37,7 @@ from kernels.flash.hopper.forward_tile import (
     finish,
     from_words,
     masked,
-    place_in_order,
+    place_in_batch,
     query_tile,
     raise_reference,
     rescale,
@@ -160,7 +160,7 @@ def advance(
 
 
 # Windows and shifts differ from call to call, and gain nothing from being known.
-@gluon.jit(do_not_specialize=["window", "prefix_len", "shift"])
+@gluon.jit(do_not_specialize=["batch_size", "window", "prefix_len", "shift"])
 def flash_forward_small(
     q_desc,
     k_desc,
@@ -172,6 +172,7 @@ def flash_forward_small(
     stride_ob,
     stride_oh,
     stride_os,
+    batch_size,
     num_heads,
     group_size,
     heads_at_once,
@@ -216,6 +217,13 @@ def flash_forward_small(
         k_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         v_ready=gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
     )
+    batch, number, program, num_tiles = place_in_batch(
+        cu_seqlens_q, batch_size, num_heads, heads_at_once, ROWS, PACKED
+    )
+    if PACKED and program >= num_tiles:
+        return
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
+    head = Head(number, number // group_size, num_tiles, program, num_tiles)
     mbarrier.init(q_ready.index(0), count=1)
     mbarrier.init(places.v_ready.index(0), count=1)
     for place in gl.static_range(STAGES):
@@ -223,12 +231,6 @@ def flash_forward_small(
 
     inputs = Inputs(q_desc, k_desc, v_desc)
     outputs = Outputs(o_ptr, lse_ptr, stride_ob, stride_oh, stride_os, num_heads, lse_len)
-    line, program = place_in_order(heads_at_once)
-    number = line % num_heads
-    # Tiles of the longest sequence: those beyond a shorter one's end are empty.
-    num_tiles = gl.cdiv(q_len, ROWS)
-    head = Head(number, number // group_size, num_tiles, program, gl.num_programs(0))
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, line // num_heads, q_len, kv_len, PACKED)
     edges = Edges(window, prefix_len, shift)
     first_row = query_tile(0, head, 1, CAUSAL) * ROWS
     tiles = key_tiles(first_row, seq.q_len, seq.kv_len, edges, ROWS, BLOCK_K, CAUSAL, MASK)

@@ -21,6 +21,7 @@ from kernels.flash.hopper.tiles import (
     Rows,
     columns,
     hide,
+    sequence_of_program,
     store_rows,
     visible_keys,
 )
@@ -58,19 +59,42 @@ class Outputs(NamedTuple):
 
 
 @gluon.jit
-def place_in_order(heads_at_once):
-    """The head, of all in the batch, and the number among its programs, of this program.
+def place_in_order(index, num_heads, num_programs, heads_at_once):
+    """The head, of ``num_heads``, and the number among its ``num_programs``, of program ``index``.
 
     The hardware starts programs in order. Of ``heads_at_once`` heads the first program of each
     comes first, then the second of each: under a causal mask the longest, so that short ones are
     left for the end.
     """
-    num_programs = gl.num_programs(0)
-    index = gl.program_id(1) * num_programs + gl.program_id(0)
     first_head = index // (heads_at_once * num_programs) * heads_at_once
-    width = gl.minimum(heads_at_once, gl.num_programs(1) - first_head)
+    width = gl.minimum(heads_at_once, num_heads - first_head)
     place = index - first_head * num_programs
     return first_head + place % width, place // width
+
+
+@gluon.jit
+def place_in_batch(
+    cu_seqlens_q, batch_size, num_heads, heads_at_once, ROWS: gl.constexpr, PACKED: gl.constexpr
+):
+    """The sequence, the head, and the number among the head's programs, of this program.
+
+    Returns:
+        These three, and the number of the head's programs of ``ROWS`` rows each. A program whose
+        number is that or more has nothing to do.
+    """
+    num_programs = gl.num_programs(0)
+    index = gl.program_id(1) * num_programs + gl.program_id(0)
+    if PACKED:
+        seq, index, num_programs, is_spare = sequence_of_program(
+            cu_seqlens_q, batch_size, num_heads, index, ROWS
+        )
+        head, program = place_in_order(index, num_heads, num_programs, heads_at_once)
+        program = gl.where(is_spare, num_programs, program)
+    else:
+        line, program = place_in_order(index, gl.num_programs(1), num_programs, heads_at_once)
+        seq = line // num_heads
+        head = line % num_heads
+    return seq, head, program, num_programs
 
 
 @gluon.jit

@@ -60,7 +60,7 @@ def why_not(problem: Problem) -> str | None:
         return f"head_dim {problem.head_dim}: must be a multiple of 8, at most 256"
     if problem.accumulates:
         return "does not continue from an accumulator"
-    if problem.batch_size * problem.num_heads > _MAX_GRID_Y:
+    if (1 if problem.packed else problem.batch_size) * problem.num_heads > _MAX_GRID_Y:
         return f"more than {_MAX_GRID_Y} heads in a batch"
     return None
 

@@ -52,11 +52,7 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
     program = {} if size.is_small else {"CONSUMERS": size.consumers, "TILES": size.tiles}
     return PreparedLaunch(
         flash_forward_small if size.is_small else flash_forward,
-        grid(
-            problem.q_len,
-            problem.batch_size * problem.num_heads,
-            size.tiles * size.consumers * ROWS,
-        ),
+        grid(problem, q.shape[2], size.tiles * size.consumers * ROWS),
         {
             "BLOCK_K": key_tile,
             "STAGES": FORWARD[width].stages,
@@ -65,6 +61,7 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
         },
         integers=(
             *o.stride()[:3],
+            problem.batch_size,
             problem.num_heads,
             problem.group_size,
             forward_schedule.heads_at_once(problem),
@@ -124,7 +121,6 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     width = block_d(problem)
     num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
     padded_len = _padded(lse_len, problem)
-    by_query = grid(problem.q_len, problem.batch_size * problem.num_heads)
     of_keys = _key_workspace(call, onto=False)
     keys_turned = backward_schedule.keys_turned(problem)
     bands = backward_schedule.bands(problem)
@@ -145,11 +141,12 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         ),
         row_statistics=PreparedLaunch(
             row_statistics,
-            by_query,
+            grid(problem, lse_len, PROGRAM_ROWS),
             {**rowwise, "HAS_DLSE": call.dlse is not None, "SUMS": num_sums},
             integers=(
                 *o.stride()[:3],
                 *do.stride()[:3],
+                problem.batch_size,
                 problem.num_heads,
                 problem.q_len,
                 lse_len,
@@ -161,7 +158,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         main=_plan_main(call, padded_len, onto=False),
         finish_dq=PreparedLaunch(
             finish_dq,
-            grid(problem.q_len, problem.batch_size * problem.num_heads, FINISHED_ROWS),
+            grid(problem, lse_len, FINISHED_ROWS),
             {
                 **rowwise,
                 "BLOCK_Q": FINISHED_ROWS,
@@ -172,6 +169,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
             },
             integers=(
                 *dq.stride()[:3],
+                problem.batch_size,
                 problem.num_heads,
                 problem.q_len,
                 problem.kv_len,
@@ -232,10 +230,13 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     bands = _bands(problem, onto=onto)
     heads, num_key_tiles, _ = backward_schedule.backward_grid(problem)
     order = "keys" if keys_turned else "heads" if heads_turned else "none"
-    num_programs = num_key_tiles
+    num_programs = heads * num_key_tiles
     if bands is not None:
         order = "halves" if bands.turned else "bands"
-        num_programs = bands.programs(num_key_tiles)
+        num_programs = heads * bands.programs(num_key_tiles)
+    if problem.packed and order in ("none", "heads"):
+        rows = schedule.backward_rows(problem)
+        num_programs = heads // problem.batch_size * slots(k.shape[2], problem.batch_size, rows)
     by_width = {}
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
@@ -244,7 +245,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
     return PreparedLaunch(
         flash_backward if width <= 128 else flash_backward_wide,
-        (heads * num_programs, 1, 1),
+        (num_programs, 1, 1),
         {
             "STAGES": chosen.stages,
             "ORDER": order,
@@ -256,6 +257,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         integers=(
             *dk.stride()[:3],
             *dv.stride()[:3],
+            problem.batch_size,
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
@@ -306,9 +308,20 @@ def _edges(problem: Problem) -> tuple[int, int, int]:
     return problem.window or 0, problem.prefix_len, problem.shift
 
 
-def grid(rows: int, heads: int, program_rows: int = PROGRAM_ROWS) -> tuple[int, int, int]:
-    """Programs of ``program_rows`` rows of one head."""
-    return -(-rows // program_rows), heads, 1
+def grid(problem: Problem, num_queries: int, program_rows: int) -> tuple[int, int, int]:
+    """Programs of ``program_rows`` queries of one head; ``num_queries`` has a packed batch in all.
+
+    Of that each head has :func:`slots`; programs find out whose rows theirs are
+    (tiles.sequence_of_program).
+    """
+    if problem.packed:
+        return slots(num_queries, problem.batch_size, program_rows), problem.num_heads, 1
+    return -(-problem.q_len // program_rows), problem.batch_size * problem.num_heads, 1
+
+
+def slots(num_rows: int, num_sequences: int, program_rows: int) -> int:
+    """Enough for programs of ``program_rows`` rows that each belong to one sequence."""
+    return num_rows // program_rows + num_sequences
 
 
 def addressable(x: Tensor) -> Tensor:

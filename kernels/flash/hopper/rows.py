@@ -10,7 +10,23 @@ import triton.language as tl
 from kernels.flash.hopper.tiles import LOG2_E, PROGRAM_ROWS, ROWS
 
 
-@triton.jit(do_not_specialize=["num_key_counts"])
+@triton.jit
+def sequence_of_block(cu_seqlens, batch_size, block, BLOCK: tl.constexpr):
+    """The sequence of a block of rows, and its number in it: tiles.sequence_of_program, in Triton.
+
+    A block before the first sequence gets a number below zero.
+    """
+    first = 0
+    end = batch_size
+    while end - first > 1:
+        middle = (first + end) // 2
+        begins_before = tl.load(cu_seqlens + middle) // BLOCK + middle <= block
+        first = tl.where(begins_before, middle, first)
+        end = tl.where(begins_before, end, middle)
+    return first, block - (tl.load(cu_seqlens + first) // BLOCK + first)
+
+
+@triton.jit(do_not_specialize=["batch_size", "num_key_counts"])
 def row_statistics(
     o_ptr,
     do_ptr,
@@ -26,6 +42,7 @@ def row_statistics(
     stride_dob,
     stride_doh,
     stride_dos,
+    batch_size,
     num_heads,
     q_len,
     lse_len,
@@ -50,22 +67,23 @@ def row_statistics(
     block = tl.program_id(0)
     index = tl.program_id(1) * tl.num_programs(0) + block
     num_programs = tl.num_programs(0) * tl.num_programs(1)
-    # In blocks: rows of the grid, which has the longest sequence's for all, can be beyond 2^31.
+    # In blocks: rows of the whole grid can be beyond 2^31.
     for of_keys in range(index, tl.cdiv(num_key_counts, BLOCK_Q), num_programs):
         place = of_keys * BLOCK_Q + tl.arange(0, BLOCK_Q)
         tl.store(key_counts_ptr + place, tl.zeros([BLOCK_Q], tl.int32), place < num_key_counts)
-    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % num_heads
     batch = tl.program_id(1) // num_heads
     start = 0
     out_start = 0
     if PACKED:
+        batch, block = sequence_of_block(cu_seqlens_q, batch_size, block, BLOCK_Q)
         start = tl.load(cu_seqlens_q + batch)
         q_len = tl.load(cu_seqlens_q + batch + 1) - start
         out_start = (start + BLOCK_Q * batch) // BLOCK_Q * BLOCK_Q
         batch = 0
-    if block * BLOCK_Q >= q_len:
+    if (block < 0) | (block * BLOCK_Q >= q_len):
         return
+    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     column = tl.arange(0, BLOCK_D)
     inside = row < q_len
     mask = inside[:, None] & (column < HEAD_DIM)[None, :]
@@ -136,7 +154,7 @@ def is_reached_by_later(turn, q_len, kv_len, num_turned, TURN: tl.constexpr):
     return (last_key >= first) & (kv_len > first)
 
 
-@triton.jit(do_not_specialize=["turns_apart", "window", "prefix_len", "shift"])
+@triton.jit(do_not_specialize=["batch_size", "turns_apart", "window", "prefix_len", "shift"])
 def finish_dq(
     sums_ptr,
     dq_ptr,
@@ -145,6 +163,7 @@ def finish_dq(
     stride_qb,
     stride_qh,
     stride_qs,
+    batch_size,
     num_heads,
     q_len,
     kv_len,
@@ -170,19 +189,20 @@ def finish_dq(
     ``turns_apart`` turns behind it: the second is of keys behind so many tiles, or each of a band.
     """
     block = tl.program_id(0)
-    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     head = tl.program_id(1) % num_heads
     batch = tl.program_id(1) // num_heads
     start = 0
     sums_start = 0
     if PACKED:
+        batch, block = sequence_of_block(cu_seqlens_q, batch_size, block, BLOCK_Q)
         start = tl.load(cu_seqlens_q + batch)
         q_len = tl.load(cu_seqlens_q + batch + 1) - start
         kv_len = tl.load(cu_seqlens_k + batch + 1) - tl.load(cu_seqlens_k + batch)
         sums_start = (start + PROGRAM_ROWS * batch) // PROGRAM_ROWS * PROGRAM_ROWS
         batch = 0
-    if block * BLOCK_Q >= q_len:
+    if (block < 0) | (block * BLOCK_Q >= q_len):
         return
+    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     seen = is_reached(
         row // TURN, q_len, kv_len, window, prefix_len, shift, TURN, CAUSAL, MASK
     )  # fmt: skip

@@ -65,6 +65,41 @@ def sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED: gl.conste
     return Sequence(batch, q_start, q_len, k_start, kv_len, line_start, key_line_start)
 
 
+@gluon.jit
+def sequence_of_program(cu_seqlens, batch_size, num_heads, index, ROWS: gl.constexpr):
+    """The sequence of program ``index`` of a packed batch, whose programs have ``ROWS`` rows each.
+
+    A sequence has ``num_heads`` programs for each of its slots, of which the first is number
+    cu_seqlens[s] // ROWS + s: room for all of its rows, though no lengths are added up. So a batch
+    has as many programs as its rows need, and at most num_heads more for each sequence
+    (plans.grid).
+
+    Returns:
+        The sequence; the program's number among those of the sequence; the number of programs that
+        each of its heads has, at least one; and whether the program is none of these, and has
+        nothing to do. Its number is 0 then, so that it can be divided by what there is.
+    """
+    slot = index // num_heads
+    first = 0
+    end = batch_size
+    # Eight parts at a time, not two: loads wait for each other in fewer rounds.
+    while end - first > 1:
+        part = gl.cdiv(end - first, 8)
+        parts_before = 0
+        for number in gl.static_range(1, 8):
+            place = gl.minimum(first + number * part, end)
+            begins_before = gl.load(cu_seqlens + place) // ROWS + place <= slot
+            parts_before += gl.where(begins_before & (place < end), 1, 0)
+        first += parts_before * part
+        end = gl.minimum(first + part, end)
+    start = gl.load(cu_seqlens + first)
+    num_programs = gl.cdiv(gl.load(cu_seqlens + first + 1) - start, ROWS)
+    number = index - (start // ROWS + first) * num_heads
+    # Before the first sequence, or behind this one.
+    is_spare = (number < 0) | (number >= num_programs * num_heads)
+    return first, gl.where(is_spare, 0, number), gl.maximum(num_programs, 1), is_spare
+
+
 class Edges(NamedTuple):
     """Numbers of :class:`kernels.problem.Mask`; a kernel's constant MASK says which of them count.
 

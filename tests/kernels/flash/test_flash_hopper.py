@@ -366,7 +366,12 @@ class TestOnHopper:
 
     @pytest.mark.parametrize(
         ("lengths", "heads", "kv_heads", "head_dim"),
-        [((300, 1, 0, 513, 64), 4, 2, 64), ((100, 700, 33), 2, 1, 128), ((100, 400, 1), 2, 1, 192)],
+        [
+            ((300, 1, 0, 513, 64), 4, 2, 64),
+            ((100, 700, 33), 2, 1, 128),
+            ((3, 0, 900, *(0, 5, 65, 128) * 5), 4, 1, 128),
+            ((100, 400, 1), 2, 1, 192),
+        ],
     )
     @pytest.mark.parametrize(("mask", "turned"), MASKS)
     def test_packed(

@@ -11,7 +11,7 @@ import pytest
 from gluon_backward_model import KEY_SUMS, BackwardMachine, Call, Pair, Rows, run_call
 from gluon_numbers import backward_functions
 
-from kernels.flash.hopper import backward_schedule, schedule
+from kernels.flash.hopper import backward_schedule, plans, schedule
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
@@ -62,6 +62,9 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         programs, heads_at_once = heads * found.programs(num_key_tiles), heads
     elif order == "bands":
         order = "none"
+    if cu_seqlens and order != "keys":
+        slots = plans.slots(cu_seqlens[1][-1], len(lengths), size_of(columns))
+        programs = num_heads // num_members * slots
     tail = rng.choice((0, 32)) if columns == 128 else 0
     call = Call(
         q_len=q_len,

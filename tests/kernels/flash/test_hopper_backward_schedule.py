@@ -256,12 +256,35 @@ class TestSchedule:
         assert plan.main.grid == (heads[0] * programs, 1, 1)
         turns = bands.turns if bands else backward_schedule.keys_turned(problem)
         assert turns > 0
-        assert plan.main.integers[10] == turns
+        assert plan.main.integers[11] == turns
         names = plan.finish_dq.kernel.arg_names
         integers = names[names.index("stride_qb") : names.index("scale")]
         assert dict(zip(integers, plan.finish_dq.integers, strict=True))["turns_apart"] == turns
         rows = plan.finish_dq.constants["BLOCK_Q"]
         assert plan.finish_dq.grid == (-(-tokens // rows), heads[0], 1)
+
+    @pytest.mark.parametrize(
+        ("heads", "sequences", "order", "programs"),
+        [(4, 2, "keys", 4 * 2 * 32), (32, 40, "heads", 32 * (32 + 40))],
+    )
+    def test_a_packed_batch_has_programs_for_all_of_its_tokens(
+        self, heads: int, sequences: int, order: str, programs: int
+    ) -> None:
+        """Of 4,096; or where heads are turned in part, as if each sequence were the longest."""
+        pytest.importorskip("triton.experimental.gluon")
+        q = torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16)
+        lse = torch.empty(1, heads, 4096)
+        problem = replace(describe(q, q, q, causal=True), packed=True, batch_size=sequences)
+        plan = plans.plan_backward(
+            BackwardPass(
+                problem=problem, do=q, q=q, k=q, v=q, o=q, lse=lse, dlse=None, dq=q, dk=q, dv=q,
+                scale=1.0,
+            )
+        )  # fmt: skip
+        assert plan.main.constants["ORDER"] == order
+        assert plan.main.grid == (programs, 1, 1)
+        assert plan.row_statistics.grid == (32 + sequences, heads, 1)
+        assert plan.finish_dq.grid == (256 + sequences, heads, 1)
 
     def test_a_packed_batch_has_no_bands(self) -> None:
         """Its sequences differ in length, and only the GPU knows how."""
@@ -334,7 +357,7 @@ class TestSchedule:
             scale=1.0,
         )  # fmt: skip
         main = plans._plan_main(call, 8192, onto=onto)
-        assert (main.constants["ORDER"], *main.integers[9:11]) == planned
+        assert (main.constants["ORDER"], *main.integers[10:12]) == planned
 
     @pytest.mark.parametrize("told_after", [0.6, 1.1])
     def test_turned_in_part_they_end_earlier(self, told_after: float) -> None:

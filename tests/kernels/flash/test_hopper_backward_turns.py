@@ -16,6 +16,7 @@ from gluon_model import Place
 from gluon_numbers import backward_functions
 from torch import Tensor
 
+from kernels.flash.hopper import plans
 from kernels.flash.hopper.backward_schedule import Bands
 from kernels.flash.hopper.schedule import PROGRAM_ROWS, has_unmasked_turns
 from kernels.problem import Mask
@@ -164,13 +165,13 @@ def test_notices_a_wrong_edge(edit: tuple[str, str]) -> None:
 def test_programs_of_later_keys_start_first(heads_at_once: int, group: int, turned_as: str) -> None:
     """Those of earlier keys in the last heads that take turns, if these are turned."""
     kernel = backward_functions()
-    kernel.gl.num_programs = lambda axis: 7 * 5
     for num_turned in (0, group):
         started = defaultdict(list)
         turned = set()
         for program in range(7 * 5):
-            kernel.gl.program_id = lambda axis, program=program: program
-            head, tile, is_turned = kernel.place_in_order(heads_at_once, num_turned, 5, turned_as)
+            head, tile, is_turned = kernel.place_in_order(
+                program, 7, 0, heads_at_once, num_turned, 5, turned_as
+            )
             started[head].append(tile)
             turned.add((head, is_turned))
         first_turned = 7 - num_turned if turned_as == "heads" else 7
@@ -188,11 +189,11 @@ def test_first_keys_start_last_where_heads_are_turned_in_part(
 ) -> None:
     """And the last ones add to sums of dQ of their own, behind those of all lines."""
     kernel = backward_functions()
-    kernel.gl.num_programs = lambda axis: 3 * 5
     started = defaultdict(list)
     for program in range(3 * 5):
-        kernel.gl.program_id = lambda axis, program=program: program
-        head, tile, is_turned = kernel.place_in_order(heads_at_once, num_turned, 5, "keys")
+        head, tile, is_turned = kernel.place_in_order(
+            program, 3, 0, heads_at_once, num_turned, 5, "keys"
+        )
         started[head].append(tile)
         assert is_turned == (tile < num_turned)
         assert kernel.lines_before(is_turned, 12, "keys") == (0 if is_turned else 12)
@@ -353,15 +354,22 @@ def check_sharing(
     num_tiles = -(-longest // size)
     per_sequence = heads // num_members
     grid = batch * per_sequence * num_tiles
+    if lengths:
+        grid = per_sequence * plans.slots(sum(lengths), batch, size)
     kernel.gl.num_programs = lambda axis: grid
     given = defaultdict(list)
     for program in range(grid):
         kernel.gl.program_id = lambda axis, program=program: program
-        line, tile, _ = kernel.place_in_order(4, 4, num_tiles, "heads")
-        seq = kernel.sequence(
-            Place(ends), Place(ends), line // per_sequence, longest, longest, lengths is not None
+        number, head, tile, _ = kernel.place_in_batch(
+            Place(ends), batch, per_sequence, 4, 4, longest, size, "heads", lengths is not None
         )
-        first_head = line % per_sequence * num_members
+        seq = kernel.sequence(
+            Place(ends), Place(ends), number, longest, longest, lengths is not None
+        )
+        if tile * size >= seq.kv_len:
+            # The kernels have returned.
+            continue
+        first_head = head * num_members
         own = kernel.sharing_of(
             0, 0, padded,
             SimpleNamespace(
@@ -372,10 +380,9 @@ def check_sharing(
             ),
             group, tile * size, seq, 0, 1, width, False,
         )  # fmt: skip
-        assert own.adds + own.ends == (tile * size < seq.kv_len)
-        if own.adds or own.ends:
-            key = (line // per_sequence, first_head // group, tile)
-            given[key].append((own.before, own.ends, own.count, own.sums))
+        assert own.adds + own.ends == 1
+        key = (number, first_head // group, tile)
+        given[key].append((own.before, own.ends, own.count, own.sums))
     places = set()
     for programs in given.values():
         befores, last, counts, sums = zip(*programs, strict=True)
@@ -404,7 +411,7 @@ def test_programs_of_a_group_meet_in_order(lengths: list[int] | None, num_member
 @pytest.mark.parametrize(
     "edit",
     [
-        ("(first_key < seq.kv_len) & (before < num_programs - 1)", "before < num_programs - 1"),
+        ("adds=before < num_programs - 1", "adds=before < num_programs"),
         ("before == num_programs - 1", "before == num_programs"),
         ("heads.first_head % group_size // heads.num_members", "heads.first_head % group_size"),
         ("seq.batch * (heads.num_heads // group_size) + heads.kv_head", "heads.kv_head"),

@@ -24,7 +24,9 @@ class TestProgramSize:
     def test_each_tile_is_computed_once(self, num_tiles: int, tiles: int, causal: bool) -> None:
         """test_hopper_protocol compares the kernel's own arithmetic with this."""
         grid = program_size.programs(num_tiles, tiles, causal)
-        assert len(grid) == plans.grid(128 * num_tiles - 5, 7, 128 * tiles)[0]
+        q = torch.empty(1, 7, 128 * num_tiles - 5, 64, dtype=torch.bfloat16)
+        problem = describe(q, q, q, causal=causal)
+        assert len(grid) == plans.grid(problem, problem.q_len, 128 * tiles)[0]
         assert all(grid)
         assert sorted(tile for program in grid for tile in program) == list(range(num_tiles))
 
@@ -248,12 +250,14 @@ class TestProgramSize:
     @pytest.mark.parametrize(
         ("packed", "forced", "size", "grid"),
         [
-            (False, None, (1, 1, 64), 16),
-            (True, None, (1, 1, 64), 16),
-            (False, (2, 1), (2, 1), 8),
-            (False, (2, 2), (2, 2), 4),
-            (False, (3, 1), (3, 1), 6),
-            (False, (1, 1, 128), (1, 1, 128), 16),
+            (False, None, (1, 1, 64), (16, 96, 1)),
+            # Its 8 sequences have 1,024 tokens in all.
+            (True, None, (1, 1, 64), (16 + 8, 12, 1)),
+            (True, (2, 2), (2, 2), (4 + 8, 12, 1)),
+            (False, (2, 1), (2, 1), (8, 96, 1)),
+            (False, (2, 2), (2, 2), (4, 96, 1)),
+            (False, (3, 1), (3, 1), (6, 96, 1)),
+            (False, (1, 1, 128), (1, 1, 128), (16, 96, 1)),
         ],
     )
     def test_plans(
@@ -262,7 +266,7 @@ class TestProgramSize:
         packed: bool,
         forced: tuple[int, ...] | None,
         size: tuple[int, ...],
-        grid: int,
+        grid: tuple[int, int, int],
     ) -> None:
         pytest.importorskip("triton.experimental.gluon")
         properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=50 << 20)
@@ -274,7 +278,7 @@ class TestProgramSize:
         launch = plans.plan_forward(
             ForwardPass(problem=problem, q=q, k=q, v=q, o=q, lse=lse, scale=1.0)
         )
-        assert launch.grid == (grid, 96, 1)
+        assert launch.grid == grid
         constants = launch.constants
         wanted = ProgramSize(*size)
         assert constants["BLOCK_K"] == wanted.key_tile

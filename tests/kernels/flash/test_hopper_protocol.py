@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, product
+from itertools import accumulate
 
 import pytest
 from gluon_model import ProtocolError, Scores, run_program
 from gluon_numbers import forward_functions
 
+from kernels.flash.hopper import plans
 from kernels.flash.hopper.program_size import key_tile_counts, programs
 from kernels.problem import Mask
 
@@ -46,30 +47,38 @@ def check(
             [0, *accumulate(q for q, _ in lengths)],
             [0, *accumulate(k for _, k in lengths)],
         )
-    num_tiles = -(-q_len // rows)
+    num_programs = len(programs(-(-q_len // rows), tiles, causal))
+    if cu_seqlens:
+        num_programs = plans.slots(cu_seqlens[0][-1], len(lengths), rows * tiles)
+    results = [
+        run_program(
+            seed=rng.randrange(1 << 30),
+            program=program,
+            grid=num_programs,
+            q_len=q_len,
+            kv_len=kv_len,
+            consumers=consumers,
+            tiles=tiles,
+            key_tile=key_tile,
+            stages=stages,
+            tail=tail,
+            causal=causal,
+            mask=kind_of_mask(mask),
+            edges=(mask.window or 0, mask.prefix_len, mask.shift),
+            cu_seqlens=cu_seqlens,
+            edit=edit,
+        )
+        for program in range(num_programs)
+    ]
+    # Those that store nothing lie between the sequences of a packed batch.
+    in_order = iter([stored for stored in results if stored])
     for sequence, (own_q_len, own_kv_len) in enumerate(lengths):
         q_start, k_start = (x[sequence] for x in cu_seqlens) if cu_seqlens else (0, 0)
-        grid = programs(num_tiles, tiles, causal)
+        num_tiles = -(-own_q_len // rows)
+        grid = programs(num_tiles, tiles, causal) if num_tiles else []
         assert sorted(tile for program in grid for tile in program) == list(range(num_tiles))
-        for number, mine in enumerate(grid):
-            stored = run_program(
-                seed=rng.randrange(1 << 30),
-                program=number,
-                grid=len(grid),
-                q_len=q_len,
-                kv_len=kv_len,
-                consumers=consumers,
-                tiles=tiles,
-                key_tile=key_tile,
-                stages=stages,
-                tail=tail,
-                causal=causal,
-                mask=kind_of_mask(mask),
-                edges=(mask.window or 0, mask.prefix_len, mask.shift),
-                cu_seqlens=cu_seqlens,
-                sequence=sequence,
-                edit=edit,
-            )
+        for mine in grid:
+            stored = next(in_order, {})
             if not mask.prefix_len and not mask.shift:
                 lengths_of_tiles = own_q_len, own_kv_len, causal, mask.window, rows, key_tile
                 counts = key_tile_counts(*lengths_of_tiles)
@@ -78,6 +87,7 @@ def check(
                 }
             lengths_and_starts = (own_q_len, own_kv_len), (q_start, k_start)
             check_program(stored, mine, mask, *lengths_and_starts, consumers, key_tile)
+    assert next(in_order, None) is None
 
 
 def random_mask(rng: random.Random, causal: bool) -> Mask:
@@ -146,11 +156,7 @@ def sees_any(ranges: list[tuple[int, int]], tile: int, key_tile: int) -> bool:
 def test_heads_take_turns(heads_at_once: int) -> None:
     """Of 10 heads of 5 programs each computes each once, in turns of ``heads_at_once`` heads."""
     kernel = forward_functions()
-    kernel.gl.num_programs = lambda axis: (5, 10)[axis]
-    places = []
-    for head, program in product(range(10), range(5)):
-        kernel.gl.program_id = lambda axis, place=(program, head): place[axis]
-        places.append(kernel.place_in_order(heads_at_once))
+    places = [kernel.place_in_order(index, 10, 5, heads_at_once) for index in range(50)]
     wanted = [
         (head, program)
         for first in range(0, 10, heads_at_once)

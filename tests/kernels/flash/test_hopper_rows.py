@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.flash.hopper import launch as hopper
+from kernels.flash.hopper import plans
 
 
 @pytest.mark.skipif(not hopper.any_gpu.INTERPRETED, reason="runs under Triton's interpreter")
@@ -23,9 +24,9 @@ def test_counts_begin_at_zero(packed: bool, num_key_counts: int, num_sums: int) 
     # A sequence without queries comes first: its programs end early.
     cu_seqlens = torch.tensor([0, 0, rows], dtype=torch.int32)
     counts, key_counts = (torch.full((n,), 9, dtype=torch.int32) for n in (64, 3000))
-    row_statistics[2, (2 if packed else 1) * heads](
+    row_statistics[plans.slots(rows, 2, 128) if packed else 2, heads](
         o, o, lse, lse, torch.empty(2, heads, 512), counts, key_counts, cu_seqlens,
-        *o.stride()[:3], *o.stride()[:3], heads, rows, rows,
+        *o.stride()[:3], *o.stride()[:3], 2 if packed else 1, heads, rows, rows,
         512 if packed else padded, heads * 512, num_key_counts,
         HEAD_DIM=16, BLOCK_D=16, BLOCK_Q=128, PACKED=packed, HAS_DLSE=False,
         SUMS=num_sums,
@@ -68,9 +69,10 @@ def test_second_sums_of_dq_are_added_where_there_are_any(
     results = []
     for planes in (sums, (sums[0] + sums[1].nan_to_num(0.0))[None]):
         dq = torch.zeros(1, heads, start + q_len, width)
-        finish_dq[-(-q_len // 16), (3 if packed else 1) * heads](
-            planes, dq, cu_seqlens_q, cu_seqlens_k, *dq.stride()[:3], heads, q_len, kv_len, padded,
-            heads * padded, num_turned, 0, 0, 0, 0.5,
+        blocks = plans.slots(1 + q_len, 3, 16) if packed else -(-q_len // 16)
+        finish_dq[blocks, heads](
+            planes, dq, cu_seqlens_q, cu_seqlens_k, *dq.stride()[:3], 3 if packed else 1, heads,
+            q_len, kv_len, padded, heads * padded, num_turned, 0, 0, 0, 0.5,
             HEAD_DIM=width, BLOCK_D=width, BLOCK_Q=16, TURN=turn, PACKED=packed, CAUSAL=True,
             MASK="plain", SUMS=len(planes),
         )  # fmt: skip
@@ -99,8 +101,8 @@ def test_sums_of_all_bands_are_added(turns: int) -> None:
     for planes in (sums, sums.nan_to_num(0.0).sum(0, keepdim=True)):
         dq = torch.zeros(1, heads, length, width)
         finish_dq[63, heads](
-            planes, dq, *[torch.zeros(2, dtype=torch.int32)] * 2, *dq.stride()[:3], heads, length,
-            length, padded, heads * padded, turns, 0, 0, 0, 0.5,
+            planes, dq, *[torch.zeros(2, dtype=torch.int32)] * 2, *dq.stride()[:3], 1, heads,
+            length, length, padded, heads * padded, turns, 0, 0, 0, 0.5,
             HEAD_DIM=width, BLOCK_D=width, BLOCK_Q=16, TURN=128, PACKED=False, CAUSAL=True,
             MASK="plain", SUMS=len(planes),
         )  # fmt: skip
