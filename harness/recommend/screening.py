@@ -1,16 +1,18 @@
 """Finds the best few by short measurements, where no calibration predicts times.
 
 One axis after another, each from the best of those before it: attention, mesh and strategy,
-micro-batch, compilation and capture in CUDA graphs; activations are checkpointed where memory asks
-for it. A few steps of each are measured, and the contest that follows decides. A processor takes
-about as long for each token of any micro-batch, so that attention is tried on its smallest; a GPU
-needs the largest.
+micro-batch, compilation and capture in CUDA graphs. In the best variant, where it is not the plain
+one, attention and micro-batch are tried once more, since compilation gains more with some than with
+others. Activations are checkpointed where memory asks for it. A few steps of each are measured, and
+the contest that follows decides. A processor takes about as long for each token of any micro-batch,
+so that attention is tried on its smallest; a GPU needs the largest.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from harness.recommend.combination import Combination
@@ -45,6 +47,11 @@ def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list
     def best(number: int = 1) -> list[Combination]:
         return sorted((one for one in measured if one.measured_ms), key=_ms_a_batch)[:number]
 
+    def by_time(items: list[Combination]) -> list[Combination]:
+        """Attention that was faster first, as time may end."""
+        known = {_attention(one): one.measured_ms or math.inf for one in reversed(measured)}
+        return sorted(items, key=lambda item: known.get(_attention(item), math.inf))
+
     plain = _plain(fitting)
     if not plain:
         return []
@@ -54,6 +61,10 @@ def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list
             try_out(_differing(leader, fitting, axis))
     for leader in best():
         try_out(leader.varied(variant) for variant in found.variants_of(leader)[1:])
+    for axis in (_attention, _batch):
+        for leader in best():
+            if leader.variant is not None:
+                try_out(_in_variant(leader, _differing(leader, by_time(fitting), axis), found))
     finalists = best(BEST)
     limit = (1 + ENOUGH) * _ms_a_batch(finalists[0]) if finalists else 0.0
     close = [item for item in finalists if _ms_a_batch(item) <= limit]
@@ -105,6 +116,16 @@ def _attention(item: Combination) -> object:
 
 
 AXES = (_attention, _mesh, _batch)
+
+
+def _in_variant(
+    leader: Combination, items: Iterable[Combination], found: Enumeration
+) -> Iterator[Combination]:
+    """Those that can be as the leader is, compiled or captured, in the same way."""
+    for item in items:
+        for variant in found.variants_of(item):
+            if variant == leader.variant:
+                yield item.varied(variant)
 
 
 def _differing(

@@ -22,15 +22,18 @@ class Clock:
 
     budget_s: float
     ms: dict[str, float]
+    compiled: dict[str, float] = field(default_factory=dict)
+    """As ms, where it is compiled."""
     tried: list[Combination] = field(default_factory=list)
 
     def screen(self, candidates: list[Combination]) -> None:
         for item in candidates:
-            item.measured_ms = self.ms[item.base.attention.name] * item.base.batch_size
+            ms = self.compiled if item.case.compiles else self.ms
+            item.measured_ms = ms[item.base.attention.name] * item.base.batch_size
         self.tried += candidates
 
 
-def fitting_on(device: str) -> tuple[Enumeration, list[Combination]]:
+def fitting_on(device: str, *compile: str) -> tuple[Enumeration, list[Combination]]:
     machine = Machine(
         name="host", device=device, memory_bytes=16 * GIB, num_devices=1, is_here=True
     )
@@ -42,7 +45,7 @@ def fitting_on(device: str) -> tuple[Enumeration, list[Combination]]:
         precision="fp32",
         machine=machine,
         attention=["naive", "sdpa"],
-        compile=["none"],
+        compile=["none", *compile],
     )
     found = enumerate_combinations(asked)
     return found, fit(found, machine, MemoryModel())[0]
@@ -78,3 +81,37 @@ def test_as_many_go_on_as_the_budget_allows(budget_s: float, number: int) -> Non
     _, best = finalists(budget_s)
     assert len(best) == number
     assert best[0].base.attention.name == "sdpa"
+
+
+@pytest.mark.parametrize(("compiled", "fastest"), [(50.0, "naive"), (85.0, "sdpa")])
+def test_attention_is_tried_again_in_the_best_variant(compiled: float, fastest: str) -> None:
+    """What compilation gains differs from attention to attention."""
+    found, fitting = fitting_on("cpu", "block")
+    clock = Clock(
+        budget_s=1e6,
+        ms={"naive": 100.0, "sdpa": 90.0},
+        compiled={"naive": compiled, "sdpa": 80.0},
+    )
+    best = screen(found, fitting, cast(Bench, cast(Any, clock)))
+    assert best[0].case.compiles
+    assert best[0].base.attention.name == fastest
+    # And the winner's micro-batches, too.
+    sizes = {
+        item.base.batch_size
+        for item in clock.tried
+        if item.case.compiles and item.base.attention.name == fastest
+    }
+    assert sizes == {1, 2, 4}
+    assert len({item.case.id for item in clock.tried}) == len(clock.tried)
+
+
+def test_nothing_is_tried_again_where_the_plain_one_is_fastest() -> None:
+    found, fitting = fitting_on("cpu", "block")
+    clock = Clock(
+        budget_s=1e6,
+        ms={"naive": 100.0, "sdpa": 90.0},
+        compiled={"naive": 50.0, "sdpa": 95.0},
+    )
+    best = screen(found, fitting, cast(Bench, cast(Any, clock)))
+    assert not best[0].case.compiles
+    assert sum(item.case.compiles for item in clock.tried) == 1
