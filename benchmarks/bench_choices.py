@@ -108,6 +108,8 @@ def share_within(what: str, regrets: list[float]) -> str:
 
 def main(results: Path) -> None:
     found = problems(scored(results))
+    if not found:
+        sys.exit(f"{results}: no records of {FEWEST} ways to train one model on as many GPUs")
     print(
         f"{'problem':33}{'ways':>5}{'predicted':>11}{'measured':>10}{'regret':>8}{'chosen':>9}"
         f"{'best':>9}{'regret':>8}  chosen; best"
@@ -122,8 +124,9 @@ def main(results: Path) -> None:
         )
     print(share_within("regret of what is predicted", [x.regret(x.predicted) for x in found]))
     open_ones = [item for item in found if item.is_open]
-    regrets = [item.regret(item.chosen) for item in open_ones]
-    print(share_within(f"of what is chosen, of more than {CANDIDATES} ways", regrets))
+    if open_ones:
+        regrets = [item.regret(item.chosen) for item in open_ones]
+        print(share_within(f"of what is chosen, of more than {CANDIDATES} ways", regrets))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def place_in_batch(
         num_heads: of a sequence, each with programs of its own.
 
     Returns:
-        These four. A key tile behind the sequence's last one has no program to do.
+        These four. A program whose key tile lies behind the sequence's last one has nothing to do.
     """
     index = gl.program_id(0)
     num_key_tiles = gl.cdiv(kv_len, SIZE)

@@ -309,10 +309,10 @@ def _edges(problem: Problem) -> tuple[int, int, int]:
 
 
 def grid(problem: Problem, num_queries: int, program_rows: int) -> tuple[int, int, int]:
-    """Programs of ``program_rows`` queries of one head; ``num_queries`` has a packed batch in all.
+    """Programs of ``program_rows`` queries: how many each head has, and the heads.
 
-    Of that each head has :func:`slots`; programs find out whose rows theirs are
-    (tiles.sequence_of_program).
+    Of a packed batch, which has ``num_queries`` in all, each head has :func:`slots`; a program
+    finds out whose rows it has (tiles.sequence_of_program).
     """
     if problem.packed:
         return slots(num_queries, problem.batch_size, program_rows), problem.num_heads, 1
