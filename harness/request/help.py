@@ -59,7 +59,8 @@ How to run, rather than what to measure:
   plan        print the cases with predicted memory and time, and run nothing
   retry       measure failed cases again
   remeasure   measure recorded cases again: stale (those whose code, libraries, driver or host
-              differ now) or all; the new attempt counts, and the old one is kept
+              differ now, and cases that take turns with them) or all; the new attempt counts,
+              and the old one is kept
   timeout_s   limit for one case
   isolate     a process of its own for each case
   machine     with plan=true, what fits and runs on here or on hardware of conf/hardware: h200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.cases.case import Case
@@ -11,9 +12,11 @@ from harness.cases.plugins import choices_of, plugins_of
 from harness.render.registries import FIGURES, TABLES
 from harness.request.compose import Request
 from harness.request.staleness import Staleness, environment_here, staleness_of
+from harness.run.rounds.interleaving import comparison_groups
 from harness.run.rounds.options import RunOptions, most_seconds
 from harness.store.attempts import Records
-from harness.store.record import Record, is_final
+from harness.store.record import Record, RecordStore, is_final
+from harness.store.rounds import RoundStore
 from harness.store.sweep_plan import SweepPlan
 from models.accounting import num_parameters
 
@@ -36,6 +39,10 @@ LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 50e9}
 """Rate of gloo on one host and of NCCL; low estimates."""
 
 
+STALE, IN_TURNS, BEGUN = "stale", "in turns with stale", "unfinished rounds"
+"""Why ``remeasure=stale`` measures a recorded case again, as a plan says it."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PlannedCases:
     """The cases of a request, split by whether a record of them stands already."""
@@ -44,6 +51,8 @@ class PlannedCases:
     done: list[Record] = field(default_factory=list)
     staleness: Staleness = field(default_factory=Staleness)
     """Of recorded cases, whether those that are measured again or those that are not."""
+    why_again: dict[str, str] = field(default_factory=dict)
+    """Of the recorded cases that ``remeasure=stale`` measures again, by id."""
 
 
 def plan_cases(request: Request, records: Records, device_name: str = "") -> PlannedCases:
@@ -58,13 +67,36 @@ def plan_cases(request: Request, records: Records, device_name: str = "") -> Pla
     # A host that only submits says nothing of those that measure.
     here = environment_here(device_name) if final and request.launcher.measures_here else None
     plan = PlannedCases(staleness=staleness_of(final.values(), here))
-    again = {"none": set(), "stale": plan.staleness.stale}.get(options.remeasure)
+    plan.why_again = _why_again(request, plan.staleness, final)
+    again = {"none": set(), "stale": set(plan.why_again)}.get(options.remeasure)
     for case_id, case in by_id.items():
         if case_id in final and again is not None and case_id not in again:
             plan.done.append(final[case_id])
         else:
             plan.todo.append(case)
     return plan
+
+
+def _why_again(
+    request: Request, staleness: Staleness, final: Mapping[str, Record]
+) -> dict[str, str]:
+    """:data:`STALE`, :data:`IN_TURNS` or :data:`BEGUN`, by the id of a recorded case.
+
+    A ratio needs rounds that both cases took in turns, so that the cases of its comparison that
+    have a time are measured with a stale one. Not with one whose library this host lacks: its old
+    record will go on to count, and would be compared with new ones.
+    """
+    found = dict.fromkeys(staleness.stale, STALE)
+    if not request.options.in_turns:
+        return found
+    timed = {case_id for case_id, record in final.items() if record.status == "ok"}
+    for group in comparison_groups(request.cases) if found else []:
+        case_ids = {case.id for case in group}
+        if case_ids & staleness.measurable:
+            found = dict.fromkeys(case_ids & timed, IN_TURNS) | found
+    # A run that was stopped may have recorded the stale case before those in turns with it.
+    begun = RoundStore(RecordStore(request.options.results)).begun()
+    return dict.fromkeys(begun & timed, BEGUN) | found
 
 
 def _stands(case_id: str, records: Records, options: RunOptions) -> bool:

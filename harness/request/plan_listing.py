@@ -48,7 +48,7 @@ def print_plan(
         console.print(f"{fmt.counted(len(cases), 'case')} of {same}", highlight=False)
         console.print(_table(cases, columns, predict, states))
         console.print()
-    todo = [case for case in plan.todo if states[case.id] == TO_MEASURE]
+    todo = [case for case in plan.todo if states[case.id].startswith(TO_MEASURE)]
     total = sum(map(predict, todo)) + predicted_starts_s(todo, request.options)
     further = further_rounds_s(request.options, total) if todo else 0.0
     until = f", and up to {minutes(further)} more until decided" if further else ""
@@ -121,7 +121,8 @@ def case_states(
     machine = request.machine
     support = None if machine is None else Support(machine)
     for case in plan.todo:
-        states[case.id] = TO_MEASURE
+        why = plan.why_again.get(case.id) if request.options.remeasure == "stale" else None
+        states[case.id] = f"{TO_MEASURE} ({why})" if why else TO_MEASURE
         if machine is None or support is None:
             continue
         reason = why_not(case, machine)
@@ -129,5 +130,5 @@ def case_states(
             reason = f"unsupported ({unsupported})"
         if reason is None and predict(case) > request.options.timeout_s:
             reason = f"exceeds timeout_s={request.options.timeout_s:g}"
-        states[case.id] = reason or TO_MEASURE
+        states[case.id] = reason or states[case.id]
     return states

@@ -17,6 +17,7 @@ from harness.escapes import printable
 from harness.printing import say, warn
 from harness.request.compose import Request
 from harness.request.plan import (
+    IN_TURNS,
     PlannedCases,
     further_rounds_s,
     plan_cases,
@@ -65,7 +66,8 @@ def run_request(request: Request) -> int:
         warn(f"{problem}; measured again")
     device_name = _device_name(request)
     plan = plan_cases(request, records, device_name)
-    if request.options.remeasure == "none" and (line := in_a_line(plan.staleness)):
+    num_peers = list(plan.why_again.values()).count(IN_TURNS)
+    if request.options.remeasure == "none" and (line := in_a_line(plan.staleness, num_peers)):
         warn(line)
 
     def predict(case: Case) -> float:

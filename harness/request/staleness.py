@@ -27,6 +27,10 @@ UNKNOWN = "unknown"
 """For records that do not say which code measured them, in a way that can be looked up here."""
 
 
+NOT_INSTALLED = "not installed"
+"""For the version of a library that this host lacks."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Staleness:
     """The records of a request that differ from what a run would measure now."""
@@ -38,8 +42,14 @@ class Staleness:
 
     @property
     def stale(self) -> set[str]:
-        """The cases that ``remeasure=stale`` measures again."""
+        """The cases that ``remeasure=stale`` measures again, whatever takes turns with them."""
         return {case_id for case_id, reason in self.reasons.items() if reason != UNKNOWN}
+
+    @property
+    def measurable(self) -> set[str]:
+        """The stale cases whose libraries this host has."""
+        lacking = f"{NOT_INSTALLED})"
+        return {case_id for case_id in self.stale if not self.reasons[case_id].endswith(lacking)}
 
 
 def staleness_of(records: Iterable[Record], here: Mapping[str, Any] | None) -> Staleness:
@@ -76,8 +86,12 @@ def environment_here(device_name: str) -> dict[str, Any]:
     }
 
 
-def in_a_line(found: Staleness) -> str:
-    """How many records differ and in what; empty if none does."""
+def in_a_line(found: Staleness, num_peers: int = 0) -> str:
+    """How many records differ and in what; empty if none does.
+
+    Args:
+        num_peers: the other cases that ``remeasure=stale`` measures in turns with them.
+    """
     reasons = Counter(reason for reason in found.reasons.values() if reason != UNKNOWN)
     unknown = len(found.reasons) - sum(reasons.values())
     parts = [
@@ -91,7 +105,8 @@ def in_a_line(found: Staleness) -> str:
     parts[0] = f"{number} recorded {rest}"
     if not reasons:
         return f"{parts[0]}; remeasure=all measures everything again"
-    return f"{', '.join(parts)}; remeasure=stale measures {_those(found)} again"
+    others = f", in turns with {fmt.counted(num_peers, 'other')}" if num_peers else ""
+    return f"{', '.join(parts)}; remeasure=stale measures {_those(found)} again{others}"
 
 
 def _those(found: Staleness) -> str:
@@ -151,7 +166,7 @@ def _other_environment(record: Record, here: Mapping[str, Any]) -> str | None:
     for library, old in (before.get("libraries") or {}).items():
         new = environments.version_of(library)
         if not _same(old, new):
-            return f"another {library} ({old}, now {new or 'not installed'})"
+            return f"another {library} ({old}, now {new or NOT_INSTALLED})"
     if "variables" in before and _threads(before["variables"]) != _threads(here["variables"]):
         return "other numbers of threads"
     return None

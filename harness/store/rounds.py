@@ -23,7 +23,7 @@ from harness.paths import ROOT
 from harness.store import atomic
 from harness.store.codec import decode, encode
 from harness.store.record import SCHEMA as RECORD_SCHEMA
-from harness.store.record import RecordStore
+from harness.store.record import RecordStore, file_case
 from harness.store.regular import read_regular
 from harness.store.shape import RoundsShape
 
@@ -95,6 +95,13 @@ class RoundStore:
         )
         _require_whole(found, case_id)
         return found
+
+    def begun(self) -> set[str]:
+        """The cases that have rounds for a record that is not written yet."""
+        names = {path.name for path in self.folder.glob("*.json")}
+        recorded = self._records.names().keys() if names else set()
+        found = (file_case(name) for name in names - recorded)
+        return {case_id for case_id, _ in filter(None, found)}
 
     def tidy(self) -> None:
         """Remove rounds whose record is written, also those that a crash has left."""

@@ -167,6 +167,16 @@ class TestEnvironment:
         assert found is not None
         assert found.startswith(reason)
 
+    def test_what_this_host_lacks_a_library_for(self) -> None:
+        libraries = ({"no-such": "2"}, {"numpy": "0.1"})
+        records = [
+            record_of(index, environment=self.environment(libraries=found))
+            for index, found in enumerate(libraries)
+        ]
+        found = staleness_of(records, self.HERE)
+        assert found.stale == {CASES[0].id, CASES[1].id}
+        assert found.measurable == {CASES[1].id}
+
     @pytest.mark.parametrize(
         ("before", "now", "is_same"),
         [
@@ -198,6 +208,7 @@ def test_one_line_says_how_many_and_since_when() -> None:
         "2 recorded with other kernels since 570eca7, 1 with another driver (1, now 2); "
         "remeasure=stale measures those 3 again"
     )
+    assert in_a_line(found, num_peers=2).endswith("measures those 3 again, in turns with 2 others")
     found.reasons = {"a": UNKNOWN}
     assert in_a_line(found) == (
         "1 recorded by code that is not known here; remeasure=all measures everything again"
@@ -269,6 +280,153 @@ class TestRemeasure:
         from harness.run.slurm.launcher import Slurm
 
         assert not Slurm.measures_here
+
+
+class TestInTurns:
+    """``remeasure=stale`` where cases take turns: two comparisons of three backends."""
+
+    NAMES = ("naive", "sdpa", "flex")
+    TURNS = ("interleave=3", "until=rounds")
+    OTHER = "other kernels"
+
+    @pytest.fixture(autouse=True)
+    def host(self, monkeypatch: pytest.MonkeyPatch) -> Host:
+        host = stand_in(monkeypatch)
+        device = environment_here("")["device_name"]["cpu"]
+        host.environment = {**environment_here(""), "device_name": device}
+        return host
+
+    @pytest.fixture(autouse=True)
+    def stale(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
+        """By backend and length, why its first attempt is stale."""
+        reasons: dict[tuple[str, int], str] = {}
+
+        def reason(record: Record) -> str | None:
+            key = (record.case["attention"]["name"], record.case["seq_len"])
+            return reasons.get(key) if record.attempt == 1 else None
+
+        monkeypatch.setattr(staleness, "_other_code", reason)
+        return reasons
+
+    def run(self, results: Path, *arguments: str, names: tuple[str, ...] = NAMES) -> None:
+        keys = ["model=tiny", f"attention={','.join(names)}", "seq_len=64,128", "device=cpu"]
+        run_request(compose_request([*keys, f"results={results}", *(arguments or self.TURNS)]))
+
+    def attempts(self, results: Path) -> dict[tuple[str, int], list[int]]:
+        store = RecordStore(results)
+        return {
+            (record.case["attention"]["name"], record.case["seq_len"]): store.attempts(case_id)
+            for case_id, record in store.load()[0].items()
+        }
+
+    def again(self, results: Path) -> set[tuple[str, int]]:
+        """The cases with a second attempt, whose first one is kept."""
+        found = self.attempts(results)
+        assert all(numbers in ([1], [1, 2]) for numbers in found.values())
+        return {key for key, numbers in found.items() if numbers == [1, 2]}
+
+    def test_the_comparison_of_a_stale_case_is_measured_again(
+        self, tmp_path: Path, stale: dict[tuple[str, int], str]
+    ) -> None:
+        self.run(tmp_path)
+        stale["sdpa", 64] = self.OTHER
+        self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert self.again(tmp_path) == {(name, 64) for name in self.NAMES}
+        records = RecordStore(tmp_path).load()[0].values()
+        starts = {tuple(r.notes["rounds_started_at"]) for r in records if r.case["seq_len"] == 64}
+        assert len(starts) == 1, "they began their rounds together"
+        self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert self.again(tmp_path) == {(name, 64) for name in self.NAMES}
+
+    def test_also_where_rounds_are_added_until_decided(
+        self, tmp_path: Path, stale: dict[tuple[str, int], str]
+    ) -> None:
+        turns = ("interleave=1", "until=decided", "budget_s=0")
+        self.run(tmp_path, *turns)
+        stale["sdpa", 64] = self.OTHER
+        self.run(tmp_path, *turns, "remeasure=stale")
+        assert self.again(tmp_path) == {(name, 64) for name in self.NAMES}
+
+    def test_without_turns_the_stale_case_alone(
+        self, tmp_path: Path, stale: dict[tuple[str, int], str]
+    ) -> None:
+        alone = ("interleave=1", "until=rounds")
+        self.run(tmp_path, *alone)
+        stale["sdpa", 64] = self.OTHER
+        self.run(tmp_path, *alone, "remeasure=stale")
+        assert self.again(tmp_path) == {("sdpa", 64)}
+
+    def test_a_backend_that_is_added_is_measured_alone(self, tmp_path: Path) -> None:
+        self.run(tmp_path, names=("naive", "sdpa"))
+        self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert len(self.attempts(tmp_path)) == 6
+        assert self.again(tmp_path) == set()
+
+    def test_what_has_no_time_takes_no_turns(
+        self, tmp_path: Path, stale: dict[tuple[str, int], str], host: Host
+    ) -> None:
+        host.statuses["flex", 0] = "failed"
+        self.run(tmp_path)
+        stale["sdpa", 64] = self.OTHER
+        self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert self.again(tmp_path) == {("naive", 64), ("sdpa", 64)}
+
+    def test_what_this_host_cannot_measure_takes_nothing_with_it(
+        self, tmp_path: Path, stale: dict[tuple[str, int], str]
+    ) -> None:
+        """Else its old record would be compared with new ones."""
+        self.run(tmp_path)
+        stale["sdpa", 64] = "another flash-attn (2.8, now not installed)"
+        self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert self.again(tmp_path) == {("sdpa", 64)}
+
+    def test_stopped_between_two_records(
+        self, tmp_path: Path, stale: dict[tuple[str, int], str], host: Host
+    ) -> None:
+        """The stale case is recorded, and no longer stale when the others go on."""
+        self.run(tmp_path)
+        stale["naive", 64] = self.OTHER
+        host.turns.clear()
+
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        host.at["sdpa", 2] = stop
+        with pytest.raises(KeyboardInterrupt):
+            self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert self.again(tmp_path) == {("naive", 64)}
+        assert len(host.turns) == 7
+        host.at.clear()
+        self.run(tmp_path, *self.TURNS, "remeasure=stale")
+        assert self.again(tmp_path) == {(name, 64) for name in self.NAMES}
+        assert host.turns[7:] == [("sdpa", 2), ("flex", 2)]
+
+    def test_a_plan_and_a_line_say_so(
+        self,
+        tmp_path: Path,
+        stale: dict[tuple[str, int], str],
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "400")
+        self.run(tmp_path)
+        stale["sdpa", 64] = self.OTHER
+        capsys.readouterr()
+        self.run(tmp_path)
+        assert (
+            "remeasure=stale measures it again, in turns with 2 others" in capsys.readouterr().err
+        )
+        self.run(tmp_path, *self.TURNS, "remeasure=stale", "plan=true")
+        said = capsys.readouterr().out
+        rows = [line.split() for line in said.splitlines() if line.startswith(self.NAMES)]
+        states = {(row[0], int(row[1])): " ".join(row[4:]) for row in rows}
+        again = "to measure (in turns with stale)"
+        assert states == {
+            **{(name, 64): again for name in self.NAMES},
+            **{(name, 128): "recorded (ok)" for name in self.NAMES},
+            ("sdpa", 64): "to measure (stale)",
+        }
+        assert "3 of 6 cases to measure" in said
 
 
 def test_the_folder_of_this_project_has_a_history_or_says_unknown() -> None:
