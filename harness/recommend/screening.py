@@ -1,11 +1,12 @@
 """Finds the best few by short measurements, where no calibration predicts times.
 
 One axis after another, each from the best of those before it: attention, mesh and strategy,
-micro-batch, compilation and capture in CUDA graphs. In the best variant, where it is not the plain
-one, attention and micro-batch are tried once more, since compilation gains more with some than with
-others. Activations are checkpointed where memory asks for it. A few steps of each are measured, and
-the contest that follows decides. A processor takes about as long for each token of any micro-batch,
-so that attention is tried on its smallest; a GPU needs the largest.
+micro-batch, compilation and capture in CUDA graphs. In the first variant that is faster than the
+plain one attention and micro-batch are tried once more before further variants are, since
+compilation gains more with some than with others; and in the best one, if it is another.
+Activations are checkpointed where memory asks for it. A few steps of each are measured, and the
+contest that follows decides. A processor takes about as long for each token of any micro-batch, so
+that attention is tried on its smallest; a GPU needs the largest.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list
         known = {_attention(one): one.measured_ms or math.inf for one in reversed(measured)}
         return sorted(items, key=lambda item: known.get(_attention(item), math.inf))
 
+    def again_in_variant() -> None:
+        for axis in (_attention, _batch):
+            for leader in best():
+                if leader.variant is not None:
+                    try_out(_in_variant(leader, _differing(leader, by_time(fitting), axis), found))
+
     plain = _plain(fitting)
     if not plain:
         return []
@@ -59,12 +66,17 @@ def screen(found: Enumeration, fitting: list[Combination], bench: Bench) -> list
     for axis in (_mesh, _batch):
         for leader in best():
             try_out(_differing(leader, fitting, axis))
-    for leader in best():
-        try_out(leader.varied(variant) for variant in found.variants_of(leader)[1:])
-    for axis in (_attention, _batch):
+    variants = [variant for leader in best() for variant in found.variants_of(leader)[1:]]
+    varied = False
+    for variant in variants:
         for leader in best():
-            if leader.variant is not None:
-                try_out(_in_variant(leader, _differing(leader, by_time(fitting), axis), found))
+            if variant in found.variants_of(leader):
+                try_out([leader.varied(variant)])
+        for leader in best():
+            if leader.variant is not None and not varied:
+                varied = True
+                again_in_variant()
+    again_in_variant()
     finalists = best(BEST)
     limit = (1 + ENOUGH) * _ms_a_batch(finalists[0]) if finalists else 0.0
     close = [item for item in finalists if _ms_a_batch(item) <= limit]

@@ -115,3 +115,22 @@ def test_nothing_is_tried_again_where_the_plain_one_is_fastest() -> None:
     best = screen(found, fitting, cast(Bench, cast(Any, clock)))
     assert not best[0].case.compiles
     assert sum(item.case.compiles for item in clock.tried) == 1
+
+
+def test_attention_is_tried_again_before_further_variants() -> None:
+    """Compilation of whole models takes long, and time may end before it."""
+    found, fitting = fitting_on("cpu", "block", "model")
+    clock = Clock(
+        budget_s=1e6,
+        ms={"naive": 100.0, "sdpa": 90.0},
+        compiled={"naive": 50.0, "sdpa": 80.0},
+    )
+    screen(found, fitting, cast(Bench, cast(Any, clock)))
+    tried = [
+        (item.case.compile.scope, item.base.attention.name)
+        for item in clock.tried
+        if item.case.compiles
+    ]
+    assert tried[:2] == [("block", "sdpa"), ("block", "naive")]
+    # And as the leader is now, not as it was.
+    assert tried[-1] == ("model", "naive")
