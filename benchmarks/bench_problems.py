@@ -1,7 +1,7 @@
 """Predicted beside measured time of problems that no calibration saw.
 
-Forty, a second list that was made when the first had been measured on H100s, and a third one that
-was made when both had been measured on H200s.
+Forty, a second list that was made when the first had been measured on H100s, a third one that
+was made when both had been measured on H200s, and six steps on eight GPUs.
 
 python -m benchmarks.bench_problems predict h200    # keep predictions, before anything is measured
 attnbench sweeps=forecast_problems results=results/h200     # on four GPUs; scale=two_gpus, one_gpu
@@ -34,7 +34,12 @@ KEPT = ROOT / "benchmarks" / "forecast_problems"
 
 GIB = 2**30
 
-LISTS = {"first": "full", "second": "second_two_gpus", "third": "third_two_gpus"}
+LISTS = {
+    "first": "full",
+    "second": "second_two_gpus",
+    "third": "third_two_gpus",
+    "eight": "eight_gpus",
+}
 """Scales of sweeps/forecast_problems.yaml."""
 
 TIMES = ("predicted_ms", "low_ms", "high_ms")
