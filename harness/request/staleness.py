@@ -27,10 +27,6 @@ UNKNOWN = "unknown"
 """For records that do not say which code measured them, in a way that can be looked up here."""
 
 
-NOT_INSTALLED = "not installed"
-"""For the version of a library that this host lacks."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Staleness:
     """The records of a request that differ from what a run would measure now."""
@@ -39,6 +35,8 @@ class Staleness:
     """By case id, ``other kernels``, ``another driver``, ..., the gravest one; or unknown."""
     revisions: dict[str, str] = field(default_factory=dict)
     """By case id, the revision that measured it, as it is recorded."""
+    lacking: set[str] = field(default_factory=set)
+    """The cases that were measured with a library which this host does not have."""
 
     @property
     def stale(self) -> set[str]:
@@ -48,8 +46,7 @@ class Staleness:
     @property
     def measurable(self) -> set[str]:
         """The stale cases whose libraries this host has."""
-        lacking = f"{NOT_INSTALLED})"
-        return {case_id for case_id in self.stale if not self.reasons[case_id].endswith(lacking)}
+        return self.stale - self.lacking
 
 
 def staleness_of(records: Iterable[Record], here: Mapping[str, Any] | None) -> Staleness:
@@ -64,6 +61,8 @@ def staleness_of(records: Iterable[Record], here: Mapping[str, Any] | None) -> S
         if reason is not None:
             found.reasons[record.case_id] = reason
             found.revisions[record.case_id] = str(record.environment.get("git_revision") or "")
+        if here and _lacks_a_library(record):
+            found.lacking.add(record.case_id)
     return found
 
 
@@ -166,10 +165,15 @@ def _other_environment(record: Record, here: Mapping[str, Any]) -> str | None:
     for library, old in (before.get("libraries") or {}).items():
         new = environments.version_of(library)
         if not _same(old, new):
-            return f"another {library} ({old}, now {new or NOT_INSTALLED})"
+            return f"another {library} ({old}, now {new or 'not installed'})"
     if "variables" in before and _threads(before["variables"]) != _threads(here["variables"]):
         return "other numbers of threads"
     return None
+
+
+def _lacks_a_library(record: Record) -> bool:
+    libraries = record.environment.get("libraries") or {}
+    return any(environments.version_of(library) is None for library in libraries)
 
 
 def _same(old: object, new: object) -> bool:

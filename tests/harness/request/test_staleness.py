@@ -177,6 +177,12 @@ class TestEnvironment:
         assert found.stale == {CASES[0].id, CASES[1].id}
         assert found.measurable == {CASES[1].id}
 
+    def test_also_where_its_code_has_changed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(staleness, "_other_code", lambda record: "other kernels")
+        record = record_of(environment=self.environment(libraries={"no-such": "2"}))
+        assert staleness_of([record], self.HERE).stale == {record.case_id}
+        assert staleness_of([record], self.HERE).measurable == set()
+
     @pytest.mark.parametrize(
         ("before", "now", "is_same"),
         [
@@ -372,11 +378,17 @@ class TestInTurns:
         assert self.again(tmp_path) == {("naive", 64), ("sdpa", 64)}
 
     def test_what_this_host_cannot_measure_takes_nothing_with_it(
-        self, tmp_path: Path, stale: dict[tuple[str, int], str]
+        self,
+        tmp_path: Path,
+        stale: dict[tuple[str, int], str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Else its old record would be compared with new ones."""
         self.run(tmp_path)
-        stale["sdpa", 64] = "another flash-attn (2.8, now not installed)"
+        stale["sdpa", 64] = self.OTHER
+        monkeypatch.setattr(
+            staleness, "_lacks_a_library", lambda found: found.case["attention"]["name"] == "sdpa"
+        )
         self.run(tmp_path, *self.TURNS, "remeasure=stale")
         assert self.again(tmp_path) == {("sdpa", 64)}
 
