@@ -105,6 +105,10 @@ IN_BANDS = "2026-11-28T14:20"
 """When records of flash_triton began to be of backward kernels whose turns are divided among
 programs where these would all start at once, with a sum of dq for each part."""
 
+IN_SECTIONS = "2026-11-30T04:40"
+"""When records of flash_triton began to be of backward kernels that divide the turns of long heads,
+with sums of dk and dv."""
+
 
 def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
     """As compared_peak, by the formulas of the code that a record was made with.
@@ -126,6 +130,8 @@ def peak_of_its_kernel(record: Record) -> ComparedPeak | None:
             stack.enter_context(patch.object(backward_schedule, "FEWEST_KEYS_TURNED", 1))
         if record.started_at < IN_BANDS:
             stack.enter_context(patch.object(backward_schedule, "bands_of", _none))
+        if record.started_at < IN_SECTIONS:
+            stack.enter_context(patch.object(backward_schedule, "sections_of", _none))
         if record.started_at < LEANER_SPLITS:
             stack.enter_context(patch.object(backward_memory, "query_gradient_memory", _none))
             stack.enter_context(patch.object(backward_schedule, "fewest_parts", _parts_by_mask))
@@ -153,7 +159,7 @@ def _no_bytes(**_: object) -> tuple[int, int]:
 def _none(*_: object, **__: object) -> None:
     """As backward_memory.query_gradient_memory, of kernels that could not go on with their sums.
 
-    Or as backward_schedule.bands_of, of those that had none.
+    Or as backward_schedule.bands_of and sections_of, of those that had none.
     """
 
 

@@ -237,6 +237,10 @@ def parameters_differ(compiled: Any) -> list[str]:
     return [] if wanted == passed else [f"parameters of {wanted} bytes: {passed} would be passed"]
 
 
+DIVIDED = ("bands", "halves", "sections")
+"""Orders in which several programs have the turns of a tile of keys."""
+
+
 def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     variants = [
         Variant(kernel=kernel, head_dim=head_dim, dtype="bf16", causal=True, packed=False),
@@ -251,6 +255,7 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
         if head_dim <= 128:
             variants.append(replace(variants[0], order="bands", apart=True, shared=True))
             variants.append(replace(variants[0], order="halves", apart=True, shared=True))
+            variants.append(replace(variants[0], order="sections", shared=True))
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))
     else:
@@ -356,7 +361,7 @@ def main() -> int:
                     f"{'shared' if variant.shared else '':<7}"
                     f"{'turned' if variant.order == 'heads' else '':<7}"
                     f"{'in part' if variant.order == 'keys' else '':<8}"
-                    f"{variant.order if variant.order in ('bands', 'halves') else '':<7}"
+                    f"{variant.order if variant.order in DIVIDED else '':<9}"
                     f"{'onto' if variant.onto else '':<5}"
                     f"{variant.size.name:<5}"
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"

@@ -230,7 +230,7 @@ def backward(x: Values) -> None:
         reached = torch.isin(query, query[(those & seen).any(1)])
         of_keys = torch.where(reached[:, None], of_keys, torch.nan)
         sums[part, :, :rows, :head_dim] = of_keys.reshape(lines, rows, head_dim)
-    assert x["SHARED"] == (parts > 1 or in_bands)
+    assert x["SHARED"] == (parts > 1 or in_bands or x["ORDER"] == "sections")
     if x["SHARED"]:
         num_key_lines, padded_keys = batch * k.shape[1], x["padded_keys"]
         key_counts = contiguous(x["key_counts"], torch.int32, num_key_lines, padded_keys // 64)

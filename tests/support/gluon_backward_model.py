@@ -321,7 +321,7 @@ class Call:
     @property
     def shared(self) -> bool:
         """Whether programs add up dK and dV."""
-        return self.num_members < self.group_size or self.order in ("bands", "halves")
+        return self.num_members < self.group_size or self.order in ("bands", "halves", "sections")
 
 
 def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> BackwardMachine:
@@ -380,7 +380,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     edits = edit, (".to(gl.int64)", "")
     load(names, tiles, ("offsets", "sequence", "sequence_of_program"), *edits)
     places: tuple[str, ...] = ("place_in_order", "place_in_batch", "place_in_bands")
-    places += ("in_band", "lines_before", "turn_of", "tile_of")
+    places += ("in_band", "in_section", "lines_before", "turn_of", "tile_of")
     turns = ("turns_of_keys", "bounds_of_loops", "programs_before", "start_scores")
     load(names, backward_order, (*places, *turns), *edits)
     load(

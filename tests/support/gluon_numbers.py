@@ -105,7 +105,8 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     """Those of the backward kernels: ``turns_of_keys``, ``turn_of``, ``programs_before``,
-    ``place_in_order``, ``place_in_batch``, ``place_in_bands``, ``in_band``, ``lines_before``,
+    ``place_in_order``, ``place_in_batch``, ``place_in_bands``, ``in_band``, ``in_section``,
+    ``lines_before``,
     ``probabilities``, ``slope_of_cap``, ``sharing_of``, ``sequence_of_program``; and ``is_reached``
     and ``is_reached_by_later`` of rows.finish_dq.
 
@@ -129,7 +130,7 @@ def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
         "turn_of",
         "programs_before",
     )
-    load(names, backward_order, (*order, "place_in_bands", "in_band"), edit)
+    load(names, backward_order, (*order, "place_in_bands", "in_band", "in_section"), edit)
     load(names, backward_sharing, ("sharing_of",), edit, (".to(gl.int64)", ""))
     # PyTorch's tensors have no layout to ask for.
     for function in ("probabilities", "slope_of_cap"):

@@ -45,6 +45,7 @@ from kernels.flash.hopper.backward_order import (
     bounds_of_loops,
     close_turns,
     in_band,
+    in_section,
     lines_before,
     number_of_thread,
     open_turns,
@@ -538,7 +539,7 @@ def accumulate(
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tiles.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PARTS: gl.constexpr = BLOCK_D // ROWS
-    IN_BANDS: gl.constexpr = ORDER == "bands" or ORDER == "halves"
+    DIVIDED: gl.constexpr = ORDER == "bands" or ORDER == "halves" or ORDER == "sections"
     MASKED_LAST: gl.constexpr = ORDER == "heads" or ORDER == "keys"
     AGAIN: gl.constexpr = UNMASKED and (MASK == "window" or MASKED_LAST)
     k = shared.k_tiles._reinterpret(dtype, [CONSUMERS, ROWS, BLOCK_D], TILE)
@@ -636,14 +637,14 @@ def accumulate(
     OF_DK: gl.constexpr = 2 * CONSUMER * ROWS * BLOCK_D
     OF_DV: gl.constexpr = OF_DK + ROWS * BLOCK_D
     dk = progress.dk * scale
-    give(dk, dk_rows, first_key, sharing, OF_DK, 0, HEAD_DIM, SHARED, True, IN_BANDS)
-    give(progress.dv, dv_rows, first_key, sharing, OF_DV, 0, HEAD_DIM, SHARED, True, IN_BANDS)
+    give(dk, dk_rows, first_key, sharing, OF_DK, 0, HEAD_DIM, SHARED, True, DIVIDED)
+    give(progress.dv, dv_rows, first_key, sharing, OF_DV, 0, HEAD_DIM, SHARED, True, DIVIDED)
     if TAIL > 0:
         TAILS: gl.constexpr = ROWS * MAIN
         dk = progress.dk_tail * scale
-        give(dk, dk_rows, first_key, sharing, OF_DK + TAILS, MAIN, HEAD_DIM, SHARED, True, IN_BANDS)
+        give(dk, dk_rows, first_key, sharing, OF_DK + TAILS, MAIN, HEAD_DIM, SHARED, True, DIVIDED)
         dv = progress.dv_tail
-        give(dv, dv_rows, first_key, sharing, OF_DV + TAILS, MAIN, HEAD_DIM, SHARED, True, IN_BANDS)
+        give(dv, dv_rows, first_key, sharing, OF_DV + TAILS, MAIN, HEAD_DIM, SHARED, True, DIVIDED)
     if SHARED:
         mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
@@ -718,6 +719,7 @@ def flash_backward(
     - "keys": of the first ``order_count`` tiles of all heads (keys_turned).
     - "bands": a tile's turns are divided among programs, ``order_count`` each (bands).
     - "halves": likewise in two, and the second goes from its last to its first.
+    - "sections": the turns of a head are divided, ``order_count`` each (sections).
 
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`, or where ``ONTO`` such sums of other keys, which it adds to; counts is
@@ -767,10 +769,10 @@ def flash_backward(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     programs_of_sequence = num_heads // num_members
-    IN_BANDS: gl.constexpr = ORDER == "bands" or ORDER == "halves"
+    DIVIDED: gl.constexpr = ORDER == "bands" or ORDER == "halves" or ORDER == "sections"
     band = 0
     num_bands = 1
-    if IN_BANDS:
+    if DIVIDED:
         line, key_tile, band, is_turned = place_in_bands(
             heads_at_once, order_count, gl.cdiv(kv_len, PROGRAM_ROWS), ORDER
         )
@@ -796,7 +798,7 @@ def flash_backward(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
-        lines_before=band * num_lines if IN_BANDS else lines_before(is_turned, num_lines, ORDER),
+        lines_before=lines_before(is_turned, band, num_lines, ORDER),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
     if PACKED and key_tile * PROGRAM_ROWS >= seq.kv_len:
@@ -807,14 +809,17 @@ def flash_backward(
         seq.q_len,
         seq.kv_len,
         edges,
-        0 if IN_BANDS else is_turned,
+        0 if DIVIDED else is_turned,
         PROGRAM_ROWS,
         CAUSAL,
         MASK,
     )
-    if IN_BANDS:
+    if DIVIDED:
         num_bands = gl.cdiv(turns.end - turns.first, order_count)
-        turns = in_band(turns, band, order_count, is_turned)
+        if ORDER == "sections":
+            turns = in_section(turns, band, order_count)
+        else:
+            turns = in_band(turns, band, order_count, is_turned)
     sharing = 0
     if SHARED:
         sharing = sharing_of(
@@ -828,7 +833,7 @@ def flash_backward(
             band,
             num_bands,
             BLOCK_D,
-            IN_BANDS,
+            ORDER,
         )
     gl.static_assert(not APART or BLOCK_D == 2 * ROWS)
     gl.static_assert(not ROLLED or MAIN == 2 * ROWS)

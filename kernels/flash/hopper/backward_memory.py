@@ -142,7 +142,7 @@ def _bytes_of_further_sums(
 
     Returns:
         Those of dq, where heads are turned in part or tiles have bands; and those of dk and dv,
-        where bands alone need them.
+        where bands or sections alone need them.
     """
     stored = columns(head_dim).stored
     key_tiles = -(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS))
@@ -161,9 +161,20 @@ def _bytes_of_further_sums(
     found = backward_schedule.bands_of(
         heads, key_tiles, q_len=q_len, kv_len=kv_len, stored=stored, processors=PROCESSORS
     )
+    of_keys = 2 * 4 * stored * batch_size * num_kv_heads * kv_len if parts == 1 else 0
     if found is not None and not packed:
-        of_keys = 2 * 4 * stored * batch_size * num_kv_heads * kv_len if parts == 1 else 0
         return (found.number - 1) * one_sum, of_keys
+    sections = backward_schedule.sections_of(
+        heads,
+        key_tiles,
+        q_len=q_len,
+        kv_len=kv_len,
+        members=group_size // parts,
+        stored=stored,
+        processors=PROCESSORS,
+    )
+    if sections is not None and not packed:
+        return 0, of_keys
     turned = backward_schedule.keys_turned_of(
         heads,
         key_tiles,

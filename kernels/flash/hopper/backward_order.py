@@ -23,6 +23,11 @@ tile of keys are divided among programs, its *bands* (backward_schedule.bands): 
 tiles has sums of dQ of its own, and the bands of one tile add up dK and dV
 (:mod:`kernels.flash.hopper.backward_sharing`).
 
+Where the queries of one head do not fit the L2 cache, they are divided into *sections*
+(backward_schedule.sections): the programs of one section go through its queries alone, the last
+keys first, and those of the next section follow. So each turn has programs of one section, and dQ
+one order and one sum; the programs of one tile of keys add up dK and dV.
+
 No order can block: programs start in the order of their indices, so whichever a program
 waits for has started before it.
 
@@ -210,9 +215,15 @@ def place_in_bands(num_heads, band_turns, num_key_tiles, ORDER: gl.constexpr):
 
     A band that begins so many turns behind a tile's first one has so many tiles less, the last
     ones. In each the last keys start first; of "halves" the second one is turned: its programs
-    start as those of the first one end, the shortest of these first.
+    start as those of the first one end, the shortest of these first. Of "sections", counted from
+    the last queries on, the next one has so many tiles less, too; but heads follow one another.
     """
+    head = gl.program_id(0) % num_heads
     place = gl.program_id(0) // num_heads
+    if ORDER == "sections":
+        programs_of_head = gl.num_programs(0) // num_heads
+        head = gl.program_id(0) // programs_of_head
+        place = gl.program_id(0) % programs_of_head
     num_tiles = num_key_tiles
     band = 0
     while place >= num_tiles:
@@ -224,7 +235,32 @@ def place_in_bands(num_heads, band_turns, num_key_tiles, ORDER: gl.constexpr):
     if ORDER == "halves":
         is_turned = band
         key_tile = gl.where(is_turned > 0, place, key_tile)
-    return gl.program_id(0) % num_heads, key_tile, band, is_turned
+    return head, key_tile, band, is_turned
+
+
+@gluon.jit
+def in_section(turns, section, section_turns):
+    """The turns of one section, of all turns of a program.
+
+    A plain causal mask hides keys in the first turn alone, and of as many queries as keys the last
+    tile has but one turn.
+    """
+    stop = turns.end - section * section_turns
+    start = gl.maximum(stop - section_turns, turns.first)
+    return Turns(
+        first_key=turns.first_key,
+        first=start,
+        end=stop,
+        num_masked=gl.where(start > turns.first, 0, turns.num_masked),
+        unmasked_end=stop,
+        is_turned=0,
+        key_tile=turns.key_tile,
+        num_key_tiles=turns.num_key_tiles,
+        offset=turns.offset,
+        start=turns.start,
+        prefix_len=turns.prefix_len,
+        skipped=0,
+    )
 
 
 @gluon.jit
@@ -253,9 +289,12 @@ def in_band(turns, band, band_turns, is_turned):
 
 
 @gluon.jit
-def lines_before(is_turned, num_lines, ORDER: gl.constexpr):
-    """Of :class:`Heads`: where heads are turned in part, their last keys have the second sums."""
+def lines_before(is_turned, band, num_lines, ORDER: gl.constexpr):
+    """Of :class:`Heads`: each band has sums of its own, and where heads are turned in part, their
+    last keys have the second ones."""
     lines = 0
+    if ORDER == "bands" or ORDER == "halves":
+        lines = band * num_lines
     if ORDER == "keys":
         lines = gl.where(is_turned > 0, 0, num_lines)
     return lines

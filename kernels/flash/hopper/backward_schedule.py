@@ -87,14 +87,15 @@ def heads_at_once(problem: Problem) -> int:
     should stay in the L2 cache: two thirds of it leave room for the keys, a power of two divides
     what there is of heads. In a narrow window neighbours alone have queries in common, and one head
     after another keeps these in the cache.
-    Without a mask all programs follow one another closely through the queries; above head_dim 128,
-    where each adds twice as much to dq, fewer of them do (3.80 ms for 4.56 at 8 heads of 8,192
-    tokens and 256).
+    Without a mask all programs follow one another closely through the queries, eight heads at once
+    up to head_dim 64, and above it, where each program adds more to dq, four: with eight it takes
+    1.00 to 1.04 of the time at 128 on an H200, and 4.56 ms for 3.80 with 8 heads of 8,192 tokens
+    and 256.
     """
     if is_narrow(problem.window, problem.kv_len):
         return 1
     if not problem.causal:
-        return 8 if block_d(problem) <= 128 else 4
+        return 8 if block_d(problem) <= 64 else 4
     return causal_heads_at_once(
         queries=problem.q_len * (problem.group_size // num_parts(problem)),
         stored=block_d(problem),
@@ -104,8 +105,13 @@ def heads_at_once(problem: Problem) -> int:
 
 def causal_heads_at_once(*, queries: int, stored: int, cache_bytes: int) -> int:
     """As :func:`heads_at_once`, of programs that loop over so many ``queries`` of 16 bits."""
-    one_head = queries * stored * (2 * 2 + 4)
-    return 1 << max(0, (2 * cache_bytes // (3 * one_head)).bit_length() - 1)
+    fitting = 2 * cache_bytes // (3 * _bytes_of_head(queries, stored))
+    return 1 << max(0, fitting.bit_length() - 1)
+
+
+def _bytes_of_head(queries: int, stored: int) -> int:
+    """Of q and do, of 16 bits each, and of the sums of dq."""
+    return queries * stored * (2 * 2 + 4)
 
 
 FEW_ROUNDS = 8
@@ -193,6 +199,72 @@ def bands_of(
     return None if many and num_key_tiles < 12 else found
 
 
+MANY_ROUNDS = 32
+"""Backward programs for each processor, from which one head's last ones are little beside all."""
+
+
+class Sections(NamedTuple):
+    """How the turns of a head are divided, from the last ones on."""
+
+    turns: int
+    """Of a section; the one of the first queries has what is left."""
+    number: int
+
+    def programs(self, num_key_tiles: int) -> int:
+        """The number of programs of one head."""
+        return sum(num_key_tiles - section * self.turns for section in range(self.number))
+
+
+def sections(problem: Problem) -> Sections | None:
+    """The sections of the backward pass; None if a program has all turns of its tile of keys.
+
+    Programs of a head that start one after another, each a little longer than the one before, come
+    to be as far apart as its queries go. Where these, with do and the sums of dq, do not fit the L2
+    cache, each turn reads them from memory and writes the sums there: 32 heads of 65,536 tokens and
+    128 ran at 554 TFLOP/s, and 16 of 16,384 at 586. So the queries of such a head are divided into
+    parts of about two thirds of the cache, with which the 32 heads take 0.94 of the time on an
+    H200; with half as long ones, whose programs wait for each other more often, it is 1.00, and so
+    it is up to 64 columns. This takes sums of dk and dv. Queries and keys are as many as each
+    other, so that a tile's turns begin at the diagonal; and rounds are many, as the last head is
+    not turned.
+    """
+    if not problem.causal or not problem.mask.is_plain or problem.packed:
+        return None
+    heads, num_key_tiles, processors = backward_grid(problem)
+    return sections_of(
+        heads,
+        num_key_tiles,
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        members=problem.group_size // num_parts(problem),
+        stored=block_d(problem),
+        processors=processors,
+    )
+
+
+def sections_of(
+    heads: int,
+    num_key_tiles: int,
+    *,
+    q_len: int,
+    kv_len: int,
+    members: int,
+    stored: int,
+    processors: int,
+) -> Sections | None:
+    """As :func:`sections`, of a causal mask that hides nothing else."""
+    if not 64 < stored <= 128 or q_len != kv_len or members > 1:
+        return None
+    if heads * num_key_tiles <= MANY_ROUNDS * processors:
+        return None
+    # Not this GPU's cache: predictions of memory ask, too.
+    number = round(1.5 * _bytes_of_head(q_len, stored) / CACHE_BYTES)
+    if number < 2:
+        return None
+    turns = -(-num_key_tiles // number)
+    return Sections(turns, -(-num_key_tiles // turns))
+
+
 def halves_apart(problem: Problem) -> bool:
     """Whether dQ of a turn is opened and closed by halves (backward_order.open_turns).
 
@@ -215,6 +287,8 @@ def halves_rolled(problem: Problem) -> bool:
     if columns(problem.head_dim) != Columns(main=128, tail=0, stored=128):
         return False
     if mask_kind(problem) == "window" or num_parts(problem) > 1:
+        return True
+    if sections(problem) is not None:
         return True
     if halves_apart(problem):
         return keys_turned(problem) == 0

@@ -1,10 +1,10 @@
 """dK and dV of a tile of keys whose query heads, or whose queries, several programs share.
 
-One after another, band by band and in each by query heads, the programs add what they have to
-float32 sums in memory; the last one adds what it has itself and writes the result. Where heads take
-turns (backward_schedule.heads_at_once) the programs of a group start one after another, and L2
-still holds the sums; of longer sequences they go to memory and back, beside programs that take much
-longer.
+The programs add what they have to float32 sums in memory, in the order in which they start: band by
+band and in each by query heads, or head by head and of each by sections. The last one adds what it
+has itself and writes the result. Where heads take turns (backward_schedule.heads_at_once) the
+programs of a group start one after another, and L2 still holds the sums; of longer sequences they
+go to memory and back, beside programs that take much longer.
 """
 
 # Triton's types are not Python's.
@@ -47,9 +47,9 @@ def sharing_of(
     band,
     num_bands,
     BLOCK_D: gl.constexpr,
-    IN_BANDS: gl.constexpr,
+    ORDER: gl.constexpr,
 ):
-    """The place of a program among those of its tile: band by band, in each the heads of a group.
+    """The place of a program among those of its tile, in the order in which they start.
 
     Args:
         key_sums: [key heads of the batch, padded_keys / 64, 2, 64 * BLOCK_D] float32: dk and dv of
@@ -58,9 +58,11 @@ def sharing_of(
     """
     num_programs = group_size // heads.num_members
     before = heads.first_head % group_size // heads.num_members
-    if IN_BANDS:
+    if ORDER == "sections":
+        before = before * num_bands + band
+    else:
         before += band * num_programs
-        num_programs *= num_bands
+    num_programs *= num_bands
     line = seq.batch * (heads.num_heads // group_size) + heads.kv_head
     row = line.to(gl.int64) * padded_keys + seq.key_line_start + first_key
     return Sharing(
@@ -73,7 +75,7 @@ def sharing_of(
 
 
 @gluon.jit
-def with_sums(x, pointer, before, IN_BANDS: gl.constexpr):
+def with_sums(x, pointer, before, DIVIDED: gl.constexpr):
     """A tile [64, N] and the sums of the programs before, whose additions have been acquired.
 
     Some tiles have one band, and nobody ``before`` it has written sums.
@@ -83,7 +85,7 @@ def with_sums(x, pointer, before, IN_BANDS: gl.constexpr):
     N: gl.constexpr = x.shape[1]
     places = pointer + gl.arange(0, own.shape[0], LAYOUT)
     # From L2: L1 can hold what an earlier program on this multiprocessor stored there.
-    if IN_BANDS:
+    if DIVIDED:
         sums = gl.load(places, mask=before > 0, other=0.0, cache_modifier=".cg") + own
     else:
         sums = gl.load(places, cache_modifier=".cg") + own
@@ -103,7 +105,7 @@ def give(
     HEAD_DIM: gl.constexpr,
     SHARED: gl.constexpr,
     REARRANGE: gl.constexpr = True,
-    IN_BANDS: gl.constexpr = False,
+    DIVIDED: gl.constexpr = False,
 ):
     """A tile of dk or dv [64, N] to memory: as it is, or where programs share it, in order.
 
@@ -115,7 +117,7 @@ def give(
         if sharing.adds:
             add_tile(sums, x, sharing.before == 0)
         if sharing.ends:
-            whole = with_sums(x, sums, sharing.before, IN_BANDS)
+            whole = with_sums(x, sums, sharing.before, DIVIDED)
             store_rows(whole, rows, first, FIRST_COLUMN, HEAD_DIM, REARRANGE)
     else:
         store_rows(x, rows, first, FIRST_COLUMN, HEAD_DIM, REARRANGE)

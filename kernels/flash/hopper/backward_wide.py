@@ -620,7 +620,7 @@ def flash_backward_wide(
         kv_head=first_head // group_size,
         num_lines=num_lines,
         padded_len=padded_len,
-        lines_before=lines_before(is_turned, num_lines, ORDER),
+        lines_before=lines_before(is_turned, 0, num_lines, ORDER),
     )
     seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
     if PACKED and key_tile * ROWS >= seq.kv_len:
@@ -640,7 +640,7 @@ def flash_backward_wide(
             0,
             1,
             BLOCK_D,
-            False,
+            ORDER,
         )
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(

@@ -207,10 +207,16 @@ def _bands(problem: Problem, *, onto: bool) -> backward_schedule.Bands | None:
     return None if onto else backward_schedule.bands(problem)
 
 
+def _sections(problem: Problem, *, onto: bool) -> backward_schedule.Sections | None:
+    """The sections of a pass; none where its dq goes on from other keys, as memory is counted."""
+    return None if onto else backward_schedule.sections(problem)
+
+
 def _key_workspace(call: BackwardPass, *, onto: bool) -> Workspace:
     """Counts of programs that share a tile of keys, and sums of dk and dv; nothing if none do."""
     problem, k = call.problem, call.k
-    if backward_schedule.num_parts(problem) == 1 and _bands(problem, onto=onto) is None:
+    divided = _bands(problem, onto=onto) or _sections(problem, onto=onto)
+    if backward_schedule.num_parts(problem) == 1 and divided is None:
         return ()
     tiles = k.shape[0] * problem.num_kv_heads, _padded(k.shape[2], problem) // ROWS
     return (tiles, torch.int32), ((*tiles, 2, ROWS * block_d(problem)), torch.float32)
@@ -227,13 +233,16 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     num_parts = backward_schedule.num_parts(problem)
     keys_turned = 0 if onto else backward_schedule.keys_turned(problem)
     heads_turned = backward_schedule.heads_turned(problem)
-    bands = _bands(problem, onto=onto)
+    bands, sections = _bands(problem, onto=onto), _sections(problem, onto=onto)
     heads, num_key_tiles, _ = backward_schedule.backward_grid(problem)
     order = "keys" if keys_turned else "heads" if heads_turned else "none"
     num_programs = heads * num_key_tiles
     if bands is not None:
         order = "halves" if bands.turned else "bands"
         num_programs = heads * bands.programs(num_key_tiles)
+    if sections is not None:
+        order, num_programs = "sections", heads * sections.programs(num_key_tiles)
+    divided = bands or sections
     if problem.packed and order in ("none", "heads"):
         rows = schedule.backward_rows(problem)
         num_programs = heads // problem.batch_size * slots(k.shape[2], problem.batch_size, rows)
@@ -249,7 +258,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         {
             "STAGES": chosen.stages,
             "ORDER": order,
-            "SHARED": num_parts > 1 or bands is not None,
+            "SHARED": num_parts > 1 or divided is not None,
             "ONTO": onto,
             **by_width,
             **_constants(problem),
@@ -261,8 +270,8 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
-            heads if keys_turned or bands else backward_schedule.heads_at_once(problem),
-            bands.turns if bands else keys_turned or heads_turned,
+            heads if keys_turned or divided else backward_schedule.heads_at_once(problem),
+            divided.turns if divided else keys_turned or heads_turned,
             problem.q_len,
             problem.kv_len,
             num_lines,

@@ -57,10 +57,10 @@ def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
 ON_HOPPER_ONLY = FlashOptions(implementation="hopper")
 
 MASKS = [
-    *(("causal", turned) for turned in ("none", "heads", "keys", "bands", "halves")),
+    *(("causal", turned) for turned in ("none", "heads", "keys", "bands", "halves", "sections")),
     ("full", "none"),
 ]
-"""With all heads turned, or all in their first keys, or with the turns of tiles divided."""
+"""With all heads turned, or all in their first keys, or with turns of tiles or of heads divided."""
 
 
 def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> None:
@@ -87,7 +87,14 @@ def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> 
             else None
         )
 
+    def sections(problem: Problem) -> backward_schedule.Sections | None:
+        tiles = -(-problem.kv_len // schedule.backward_rows(problem))
+        if not problem.causal or problem.q_len != problem.kv_len or problem.head_dim > 128:
+            return None
+        return backward_schedule.Sections(2, -(-tiles // 2)) if turned == "sections" else None
+
     monkeypatch.setattr(backward_schedule, "bands", bands)
+    monkeypatch.setattr(backward_schedule, "sections", sections)
     monkeypatch.setattr(
         backward_schedule, "heads_turned", lambda problem: heads if is_turned else 0
     )
@@ -306,7 +313,7 @@ class TestOnHopper:
             pytest.skip("this GPU has other processors")
         self.check("few heads", torch.bfloat16, causal=True)
 
-    @pytest.mark.parametrize("turned", ["bands", "halves"])
+    @pytest.mark.parametrize("turned", ["bands", "halves", "sections"])
     @pytest.mark.parametrize("head_dim", [64, 96, 128])
     def test_divided_turns(
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int, turned: str
@@ -314,6 +321,27 @@ class TestOnHopper:
         """More programs than the GPU has processors, too: no order can block."""
         turn(monkeypatch, turned)
         self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
+
+    def test_heads_that_do_not_fit_the_cache_have_sections(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Gradients are those without sections, and of equal bits in two passes."""
+        q, do, k, v = (
+            torch.randn(1, 9, 65536, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+        )
+        if backward_schedule.sections(describe(q, k, v, causal=True)) is None:
+            pytest.skip("this GPU has other processors")
+        spec = AttentionSpec(causal=True, scale=0.1)
+        call = FlashCall(q=q, k=k, v=v, spec=spec, options=ON_HOPPER_ONLY)
+        o, lse = operator.forward(call)
+        in_sections = operator.backward(call, do, o, lse)
+        assert all(map(torch.equal, operator.backward(call, do, o, lse), in_sections))
+        turn(monkeypatch, "none")
+        monkeypatch.setattr(backward_schedule, "num_parts", lambda problem: 1)
+        for got, wanted in zip(in_sections, operator.backward(call, do, o, lse), strict=True):
+            # Sums of bfloat16's products in float32, in another order, rounded to bfloat16.
+            difference = (got.float() - wanted.float()).abs().max()
+            assert difference <= 2**-7 * wanted.float().abs().max()
 
     def test_turns_of_few_heads_are_divided(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for shape in ((1, 1, 1, 2048), (1, 2, 1, 2000), (2, 2, 2, 4096), (1, 12, 12, 1024)):

@@ -46,7 +46,8 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
     programs, order, order_count = heads * num_key_tiles, "none", 0
     heads_at_once = rng.randint(1, heads)
     if causal and mask == "plain":
-        order = rng.choice(("none", "heads", "keys", "bands" if columns <= 128 else "none"))
+        orders = ["none", "heads", "keys", *(("bands", "sections") if columns <= 128 else ())]
+        order = rng.choice(orders)
     if order == "heads":
         order_count = heads - rng.randrange(heads) // heads_at_once * heads_at_once
     if order == "keys":
@@ -60,7 +61,12 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         if turned and found.number == 2:
             order = "halves"
         programs, heads_at_once = heads * found.programs(num_key_tiles), heads
-    elif order == "bands":
+    elif order == "sections" and cu_seqlens is None and num_members == 1:
+        lengths, q_len = [(kv_len, kv_len)], kv_len
+        order_count = rng.randint(1, num_key_tiles)
+        divided = backward_schedule.Sections(order_count, -(-num_key_tiles // order_count))
+        programs, heads_at_once = heads * divided.programs(num_key_tiles), heads
+    elif order in ("bands", "sections"):
         order = "none"
     if cu_seqlens and order != "keys":
         slots = plans.slots(cu_seqlens[1][-1], len(lengths), size_of(columns))
@@ -179,6 +185,13 @@ def check_sums(machine: BackwardMachine, call: Call, wanted: list[Wanted]) -> No
 
 def test_programs() -> None:
     for seed in range(40):
+        check(seed)
+
+
+def test_turns_of_heads_are_divided() -> None:
+    seeds = [n for n in range(400) if random_call(random.Random(n))[0].order == "sections"]
+    assert len(seeds) >= 10
+    for seed in seeds:
         check(seed)
 
 

@@ -286,6 +286,72 @@ class TestSchedule:
         assert plan.row_statistics.grid == (32 + sequences, heads, 1)
         assert plan.finish_dq.grid == (256 + sequences, heads, 1)
 
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "sections"),
+        [
+            ((32, 32), 65536, 128, (256, 2)),
+            ((32, 8), 65536, 96, (256, 2)),  # Of 128 columns in memory.
+            ((8, 8), 131072, 128, (256, 4)),
+            ((16, 16), 100000, 128, (261, 3)),
+            ((16, 16), 32768, 128, None),  # All queries of a head fit the cache.
+            ((16, 16), 49152, 128, None),  # Nearer to one part than to two.
+            ((8, 8), 65536, 128, None),  # 31 rounds.
+            ((16, 16), 131072, 64, None),
+            ((32, 32), 65536, 256, None),
+        ],
+    )
+    def test_heads_that_do_not_fit_the_cache_have_sections(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, sections: object
+    ) -> None:
+        problem = self.problem(heads, tokens, head_dim=head_dim)
+        assert backward_schedule.sections(problem) == sections
+        assert backward_schedule.sections(replace(problem, packed=True)) is None
+        if sections is not None and head_dim == 128:
+            assert backward_schedule.halves_rolled(problem)
+
+    def test_heads_have_sections_from_the_diagonal_on_alone(self) -> None:
+        q, k = (
+            torch.empty(1, 32, n, 128, dtype=torch.bfloat16, device="meta") for n in (65536, 65664)
+        )
+        assert backward_schedule.sections(describe(q, q, q, causal=True)) is not None
+        for problem in (
+            describe(q, k, k, causal=True),
+            describe(k, q, q, causal=True),
+            describe(q, q, q, causal=False),
+            describe(q, q, q, causal=True, window=65000),
+        ):
+            assert backward_schedule.sections(problem) is None
+
+    @pytest.mark.parametrize(("heads", "shared"), [((16, 16), True), ((32, 8), False)])
+    def test_all_sections_are_launched(self, heads: tuple[int, int], shared: bool) -> None:
+        pytest.importorskip("triton.experimental.gluon")
+        q, k = (torch.empty(1, n, 65536, 128, dtype=torch.bfloat16, device="meta") for n in heads)
+        lse = torch.empty(1, heads[0], 65536, device="meta")
+        call = BackwardPass(
+            problem=describe(q, k, k, causal=True), do=q, q=q, k=k, v=k, o=q, lse=lse, dlse=None,
+            dq=q, dk=k, dv=k, scale=1.0,
+        )  # fmt: skip
+        plan = plans.plan_backward(call)
+        assert (plan.main.constants["ORDER"], plan.main.constants["SHARED"]) == ("sections", True)
+        assert plan.main.grid == (heads[0] * (512 + 256), 1, 1)
+        assert plan.main.integers[10:12] == (heads[0], 256)
+        assert plan.finish_dq.constants["SUMS"] == plan.row_statistics.constants["SUMS"] == 1
+        # What is added to sums of other keys has none: memory is counted so.
+        assert plans._plan_main(call, 65536, onto=True).constants["ORDER"] == "heads"
+        allocated = sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.workspace)
+        given = AttentionProblem(
+            batch_size=1, num_heads=heads[0], num_kv_heads=heads[1], q_len=65536, kv_len=65536,
+            head_dim=128, causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
+        )  # fmt: skip
+        predicted = FlashTriton(name="flash_triton").backward_workspace(given)
+        # But for counts, of 4 bytes for 64 rows.
+        assert predicted == pytest.approx(allocated, rel=1e-3)
+        of_keys = 2 * heads[1] * 65536 * 128 * 4
+        longer = replace(given, kv_len=65536 + 128)
+        assert predicted - FlashTriton(name="flash_triton").backward_workspace(longer) == (
+            of_keys if shared else -2 * heads[1] * 128 * 128 * 4
+        )
+
     def test_a_packed_batch_has_no_bands(self) -> None:
         """Its sequences differ in length, and only the GPU knows how."""
         problem = self.problem((1, 1), 4096, head_dim=64)

@@ -17,7 +17,7 @@ from gluon_numbers import backward_functions
 from torch import Tensor
 
 from kernels.flash.hopper import plans
-from kernels.flash.hopper.backward_schedule import Bands
+from kernels.flash.hopper.backward_schedule import Bands, Sections
 from kernels.flash.hopper.schedule import PROGRAM_ROWS, has_unmasked_turns
 from kernels.problem import Mask
 
@@ -196,8 +196,8 @@ def test_first_keys_start_last_where_heads_are_turned_in_part(
         )
         started[head].append(tile)
         assert is_turned == (tile < num_turned)
-        assert kernel.lines_before(is_turned, 12, "keys") == (0 if is_turned else 12)
-        assert kernel.lines_before(is_turned, 12, "heads") == 0
+        assert kernel.lines_before(is_turned, 0, 12, "keys") == (0 if is_turned else 12)
+        assert kernel.lines_before(is_turned, 0, 12, "heads") == 0
     order = [*range(4, num_turned - 1, -1), *range(num_turned)]
     assert started == {0: order, 1: order, 2: order}
 
@@ -271,6 +271,7 @@ def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) ->
                     heads, bands.turns, num_tiles, name
                 )
                 assert is_turned == (bands.turned and band == 1)
+                assert kernel.lines_before(is_turned, band, 12, name) == 12 * band
                 every = kernel.turns_of_keys(tile, length, length, edges, 0, *constants)
                 num_bands = -(-(every.end - every.first) // bands.turns)
                 own = kernel.in_band(every, band, bands.turns, is_turned)
@@ -293,7 +294,7 @@ def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) ->
                     ),
                     group, tile * size,
                     SimpleNamespace(batch=0, key_line_start=0, kv_len=length),
-                    band, num_bands, 1, True,
+                    band, num_bands, 1, name,
                 )  # fmt: skip
                 sharers[head // group, tile].append((sharing.before, sharing.adds, sharing.ends))
             assert seen.keys() == set(product(range(heads), range(num_tiles)))
@@ -335,6 +336,87 @@ def test_programs_of_bands_wait_for_those_that_start_before_them() -> None:
 def test_notices_a_wrong_band(edit: tuple[str, str]) -> None:
     with pytest.raises((AssertionError, ZeroDivisionError)):
         check_bands(15, 2, edit)
+
+
+def check_sections(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:
+    """Four heads, two of which share a key head: which programs there are, and whom they wait for.
+
+    Whoever a program waits for, at a turn's dQ or at sums of dK and dV, has started before it.
+
+    Args:
+        longest: length of a sequence, in rows.
+    """
+    kernel = backward_functions(edit)
+    edges = kernel.Edges(0, 0, 0)
+    constants = size, True, "plain"
+    heads, group = 4, 2
+    for length in range(1, longest + 1):
+        num_tiles = -(-length // size)
+        for section_turns in range(1, num_tiles + 1):
+            sections = Sections(section_turns, -(-num_tiles // section_turns))
+            num_programs = heads * sections.programs(num_tiles)
+            kernel.gl.num_programs = lambda axis, number=num_programs: number
+            adders, sharers, keys_of_head = defaultdict(list), defaultdict(list), defaultdict(list)
+            for program in range(num_programs):
+                kernel.gl.program_id = lambda axis, program=program: program
+                head, tile, section, is_turned = kernel.place_in_bands(
+                    heads, section_turns, num_tiles, "sections"
+                )
+                assert not is_turned
+                assert kernel.lines_before(is_turned, section, 12, "sections") == 0
+                every = kernel.turns_of_keys(tile, length, length, edges, 0, *constants)
+                num_sections = -(-(every.end - every.first) // section_turns)
+                own = kernel.in_section(every, section, section_turns)
+                assert 0 < own.end - own.first <= section_turns
+                assert own.end == num_tiles - section * section_turns
+                assert own.first + own.num_masked <= own.unmasked_end == own.end
+                for turn in range(own.first, own.end):
+                    adders[head, turn].append(kernel.programs_before(turn, own, *constants))
+                    keys_of_head[head, turn].append(tile)
+                    last_key = tile * size + size - 1
+                    is_masked = turn < own.first + own.num_masked
+                    assert is_masked == (last_key > turn * size or last_key >= length)
+                sharing = kernel.sharing_of(
+                    0, 0, num_tiles * size,
+                    SimpleNamespace(
+                        num_members=1, num_heads=heads, first_head=head, kv_head=head // group
+                    ),
+                    group, tile * size,
+                    SimpleNamespace(batch=0, key_line_start=0, kv_len=length),
+                    section, num_sections, 1, "sections",
+                )  # fmt: skip
+                sharers[head // group, tile].append((sharing.before, sharing.adds, sharing.ends))
+            assert adders.keys() == set(product(range(heads), range(num_tiles)))
+            for (head, turn), orders in adders.items():
+                assert keys_of_head[head, turn] == list(range(turn, -1, -1))
+                assert orders == list(range(len(orders)))
+            assert sharers.keys() == set(product(range(heads // group), range(num_tiles)))
+            for programs in sharers.values():
+                last = len(programs) - 1
+                assert programs == [(n, n < last, n == last) for n in range(last + 1)]
+
+
+def test_programs_of_sections_wait_for_those_that_start_before_them() -> None:
+    check_sections(15, 2)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("head = gl.program_id(0) // programs_of_head", "pass"),
+        ("place = gl.program_id(0) % programs_of_head", "pass"),
+        ("num_tiles -= band_turns", "pass"),
+        ("stop = turns.end - section * section_turns", "stop = turns.end"),
+        ("gl.maximum(stop - section_turns, turns.first)", "turns.first"),
+        ("gl.where(start > turns.first, 0, turns.num_masked)", "turns.num_masked"),
+        ("before = before * num_bands + band", "before += band * num_programs"),
+        ("num_programs *= num_bands", "pass"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_a_wrong_section(edit: tuple[str, str]) -> None:
+    with pytest.raises((AssertionError, ZeroDivisionError)):
+        check_sections(15, 2, edit)
 
 
 def check_sharing(

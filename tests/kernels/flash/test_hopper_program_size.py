@@ -152,7 +152,8 @@ class TestProgramSize:
             # Few programs, which have a processor nearly to themselves.
             *((16, 512, 64, None, "k128"), (16, 2048, 64, None, "k128")),
             # Where key tiles are many, 64 queries for each are few.
-            *((16, 16384, 64, None, "3x1"), (64, 4096, 128, None, "2x1")),
+            *((16, 16384, 64, None, "3x1"), (1, 65536, 64, None, "3x1")),
+            *((64, 4096, 128, None, "2x1"), (1, 65536, 128, None, "2x1")),
             *((16, 65536, 64, 128, "k64"), (16, 65536, 64, 1024, "k64")),
             *((16, 65536, 128, 128, "k64"), (16, 65536, 128, 1024, "2x4")),
         ],
