@@ -13,20 +13,31 @@ the last program over that of evenly divided work,
                  and with sums of their own
     divided      where all programs would start at once, the turns of each tile of keys divided
                  among programs, with sums of their own (backward_schedule.bands)
+    sections     where the queries of a head do not fit the L2 cache, the turns of each head divided
+                 (backward_schedule.sections)
 
 so that in the second order a GPU empties on short programs, and in the third one, besides, fewer
-programs wait for each other. The last one leaves less of a GPU idle. docs/kernels.md holds them
-against what was measured.
+programs wait for each other. The fourth one leaves less of a GPU idle. The last one is for memory:
+with --cache-mib a row gives instead the share of turns that do not find q, do and dQ of their
+queries in a cache of this size, which keeps what was used last. docs/kernels.md holds them against
+what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kernels.flash.hopper.backward_schedule import FEWEST_KEYS_TURNED, Bands, bands_of
+from kernels.flash.hopper.backward_schedule import (
+    FEWEST_KEYS_TURNED,
+    Bands,
+    Sections,
+    bands_of,
+    sections_of,
+)
 
 KEYS = 128
 """Of a program, and queries of a turn."""
@@ -74,6 +85,7 @@ class Order:
     keys_turned: int = 0
     """Tiles of keys, of every head."""
     bands: Bands | None = None
+    sections: Sections | None = None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -92,6 +104,9 @@ def programs(heads: int, tiles: int, order: Order) -> Iterator[Program]:
     """All in the order of indices."""
     if order.bands is not None:
         yield from divided(heads, tiles, order.bands)
+        return
+    if order.sections is not None:
+        yield from in_sections(heads, tiles, order.sections)
         return
     for first in range(0, heads, order.group):
         those = range(first, min(first + order.group, heads))
@@ -116,8 +131,34 @@ def divided(heads: int, tiles: int, bands: Bands) -> Iterator[Program]:
                 )
 
 
+def in_sections(heads: int, tiles: int, sections: Sections) -> Iterator[Program]:
+    """All where the turns of a head are divided, from the last ones on."""
+    for head in range(heads):
+        for stop in range(tiles, 0, -sections.turns):
+            for tile in reversed(range(stop)):
+                turns = range(max(tile, stop - sections.turns), stop)
+                yield Program(head=head, tile=tile, sums=0, turns=turns)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, order=True)
+class Visit:
+    """When a program has done one of its turns."""
+
+    time: float
+    head: int
+    turn: int
+
+
 def time_of_last(heads: int, tiles: int, order: Order, told_after: float) -> float:
     """Turns until the last program has ended, under a causal mask."""
+    return simulate(heads, tiles, order, told_after)[0]
+
+
+def simulate(
+    heads: int, tiles: int, order: Order, told_after: float, *, keep_visits: bool = False
+) -> tuple[float, list[Visit]]:
+    """Turns until the last program has ended, and if wanted all visits of turns."""
+    visits: list[Visit] = []
     free = [0.0] * PROCESSORS
     num_sums = order.bands.number if order.bands else 2
     told = {(head, sums): [0.0] * tiles for head in range(heads) for sums in range(num_sums)}
@@ -128,6 +169,8 @@ def time_of_last(heads: int, tiles: int, order: Order, told_after: float) -> flo
         before = None
         for turn in program.turns:
             now += 1
+            if keep_visits:
+                visits.append(Visit(time=now, head=program.head, turn=turn))
             # dQ of a turn is added during the turn after it.
             if before is not None:
                 now = max(now, of_head[before])
@@ -137,22 +180,42 @@ def time_of_last(heads: int, tiles: int, order: Order, told_after: float) -> flo
         now = max(now + END / 2, of_head[before])
         of_head[before] = now + told_after
         now += END / 2
-        if order.bands is not None:
+        if order.bands is not None or order.sections is not None:
             now = max(now, given[program.head, program.tile]) + SHARED
             given[program.head, program.tile] = now
         heapq.heappush(free, now)
-    return max(free)
+    return max(free), visits
 
 
-ORDERS = ("last first", "turned", "in part", "divided")
+def share_missed(visits: list[Visit], most: int) -> float:
+    """Of the visits, in order of time, those to none of the ``most`` turns that were used last."""
+    kept: OrderedDict[tuple[int, int], None] = OrderedDict()
+    missed = 0
+    for visit in sorted(visits):
+        place = visit.head, visit.turn
+        missed += place not in kept
+        kept[place] = None
+        kept.move_to_end(place)
+        if len(kept) > most:
+            kept.popitem(last=False)
+    return missed / len(visits)
+
+
+ORDERS = ("last first", "turned", "in part", "divided", "sections")
 
 
 def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
-    keys = keys_turned(heads, length, head_dim) if name in ("in part", "divided") else 0
-    bands = None
-    if name == "divided":
+    tiles = -(-length // KEYS)
+    few = name in ("in part", "divided", "sections")
+    keys = keys_turned(heads, length, head_dim) if few else 0
+    bands = sections = None
+    if name in ("divided", "sections"):
         bands = bands_of(
-            heads, -(-length // KEYS), q_len=length, kv_len=length, stored=head_dim,
+            heads, tiles, q_len=length, kv_len=length, stored=head_dim, processors=PROCESSORS
+        )
+    if name == "sections":
+        sections = sections_of(
+            heads, tiles, q_len=length, kv_len=length, members=1, stored=head_dim,
             processors=PROCESSORS,
         )  # fmt: skip
     return Order(
@@ -160,7 +223,18 @@ def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
         heads_turned=heads_turned(heads, length, head_dim) if name != "last first" else 0,
         keys_turned=keys,
         bands=bands,
+        sections=sections,
     )
+
+
+def missed_of(
+    heads: int, length: int, head_dim: int, told_after: float, order: str, cache_mib: int
+) -> float:
+    """The share of turns whose queries are not in a cache of so many MiB."""
+    of_turn = KEYS * head_dim * (2 * 2 + 4)
+    found = order_of(order, heads, length, head_dim)
+    _, visits = simulate(heads, -(-length // KEYS), found, told_after, keep_visits=True)
+    return share_missed(visits, (cache_mib << 20) // of_turn)
 
 
 def over_even(heads: int, length: int, head_dim: int, told_after: float, order: str) -> float:
@@ -195,16 +269,20 @@ def main() -> None:
         metavar="TURNS",
         help="turns from an addition to the next (0.6 1.1)",
     )
+    parser.add_argument("--cache-mib", type=int, metavar="MIB", help="print misses, not times")
+    parser.add_argument("--shape", type=int, nargs=2, action="append", metavar=("HEADS", "TOKENS"))
     arguments = parser.parse_args()
     delays = arguments.told_after
     columns = "".join(f"{f'{order} ({delay})':>17}" for delay in delays for order in ORDERS)
     print(f"heads  tokens{columns}")
-    for heads, length in SHAPES:
+    for heads, length in arguments.shape or SHAPES:
         line = f"{heads:5}{length:8}"
         for delay in delays:
             for order in ORDERS:
-                line += f"{over_even(heads, length, arguments.head_dim, delay, order):17.2f}"
-        print(line)
+                call = heads, length, arguments.head_dim, delay, order
+                mib = arguments.cache_mib
+                line += f"{missed_of(*call, mib) if mib else over_even(*call):17.2f}"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -106,9 +106,8 @@ def forward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
 def backward_functions(edit: tuple[str, str] | None = None) -> SimpleNamespace:
     """Those of the backward kernels: ``turns_of_keys``, ``turn_of``, ``programs_before``,
     ``place_in_order``, ``place_in_batch``, ``place_in_bands``, ``in_band``, ``in_section``,
-    ``lines_before``,
-    ``probabilities``, ``slope_of_cap``, ``sharing_of``, ``sequence_of_program``; and ``is_reached``
-    and ``is_reached_by_later`` of rows.finish_dq.
+    ``lines_before``, ``probabilities``, ``slope_of_cap``, ``sharing_of``, ``sequence_of_program``;
+    and ``is_reached`` and ``is_reached_by_later`` of rows.finish_dq.
 
     Args:
         edit: a line of their source, and what to put in its place.

@@ -200,7 +200,8 @@ def bands_of(
 
 
 MANY_ROUNDS = 32
-"""Backward programs for each processor, from which one head's last ones are little beside all."""
+"""Backward programs for each processor, beyond which one head's last ones are little beside all. A
+guess: heads with fewer were not measured in sections."""
 
 
 class Sections(NamedTuple):
@@ -223,8 +224,8 @@ def sections(problem: Problem) -> Sections | None:
     cache, each turn reads them from memory and writes the sums there: 32 heads of 65,536 tokens and
     128 ran at 554 TFLOP/s, and 16 of 16,384 at 586. So the queries of such a head are divided into
     parts of about two thirds of the cache, with which the 32 heads take 0.94 of the time on an
-    H200; with half as long ones, whose programs wait for each other more often, it is 1.00, and so
-    it is up to 64 columns. This takes sums of dk and dv. Queries and keys are as many as each
+    H200; with half as long ones, whose programs probably wait for each other more often, it is
+    1.00, and so it is up to 64 columns. This takes sums of dk and dv. Queries and keys are as many as each
     other, so that a tile's turns begin at the diagonal; and rounds are many, as the last head is
     not turned.
     """
@@ -279,7 +280,7 @@ def halves_apart(problem: Problem) -> bool:
 def halves_rolled(problem: Problem) -> bool:
     """Whether halves of a turn run the same code, of 97 to 128 columns.
 
-    It is half as long. On an H100 it takes 0.94 to 1.03 of the time under windows and of grouped
+    It is half as long. In sections nothing else was measured. On an H100 it takes 0.94 to 1.03 of the time under windows and of grouped
     queries under a causal mask, mostly 0.97, and likewise where tiles have bands; on an H200 0.96
     to 0.98 where heads of many rounds are turned, and 1.00 to 1.02 if the batch is packed. Where
     heads are turned in part it takes 1.00 to 1.05, and under a full mask 1.03 to 1.06 on an H100.

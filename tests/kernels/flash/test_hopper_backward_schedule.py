@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -321,6 +322,33 @@ class TestSchedule:
             describe(q, q, q, causal=True, window=65000),
         ):
             assert backward_schedule.sections(problem) is None
+
+    def test_sections_find_their_queries_in_the_cache(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By the simulation, of half as many queries as a head has."""
+        monkeypatch.setattr(backward_order, "PROCESSORS", 16)
+        whole, divided = (
+            backward_order.simulate(
+                4, 64, backward_order.Order(group=1, sections=sections), 0.1, keep_visits=True
+            )[1]
+            for sections in (None, backward_schedule.Sections(32, 2))
+        )
+        for visits in (whole, divided):
+            assert Counter((visit.head, visit.turn) for visit in visits) == {
+                (head, turn): turn + 1 for head in range(4) for turn in range(64)
+            }
+        assert backward_order.share_missed(whole, 32) > 0.5
+        assert backward_order.share_missed(divided, 32) < 0.1
+
+    def test_misses_are_of_what_was_used_last(self) -> None:
+        visits = [
+            backward_order.Visit(time=time, head=0, turn=turn)
+            for time, turn in enumerate((0, 1, 0, 2, 1, 0))
+        ]
+        # With room for two only the second visit of 0 finds it; with room for three all later ones.
+        assert backward_order.share_missed(visits, 2) == 5 / 6
+        assert backward_order.share_missed(visits, 3) == 3 / 6
 
     @pytest.mark.parametrize(("heads", "shared"), [((16, 16), True), ((32, 8), False)])
     def test_all_sections_are_launched(self, heads: tuple[int, int], shared: bool) -> None:

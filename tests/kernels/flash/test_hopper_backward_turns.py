@@ -246,6 +246,35 @@ def test_notices_a_wrong_part(edit: tuple[str, str]) -> None:
         check_parts(9, 2, edit)
 
 
+def sharing_in_order(
+    kernel: SimpleNamespace,
+    head: int,
+    heads: int,
+    group: int,
+    tile: int,
+    part: int,
+    num_parts: int,
+    order: str,
+) -> tuple[int, bool, bool]:
+    """Of one program of a tile: how many add to its sums before, whether it adds, whether it ends.
+
+    Args:
+        part: the band or section of the program, of ``num_parts`` that the tile has.
+    """
+    sharing = kernel.sharing_of(
+        0, 0, 0,
+        SimpleNamespace(num_members=1, num_heads=heads, first_head=head, kv_head=head // group),
+        group, tile, SimpleNamespace(batch=0, key_line_start=0), part, num_parts, 1, order,
+    )  # fmt: skip
+    return sharing.before, sharing.adds, sharing.ends
+
+
+def assert_all_in_order(programs: list[tuple[int, bool, bool]]) -> None:
+    """Each program of a tile, as they start, adds after those before; the last one ends."""
+    last = len(programs) - 1
+    assert programs == [(n, n < last, n == last) for n in range(last + 1)]
+
+
 def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) -> None:
     """Four heads, two of which share a key head: which programs there are, and whom they wait for.
 
@@ -287,16 +316,8 @@ def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) ->
                     is_masked = step < own.first + own.num_masked
                     assert is_masked == (not all(pairs) or keys[-1] >= length)
                     seen[head, tile].append(turn)
-                sharing = kernel.sharing_of(
-                    0, 0, num_tiles * size,
-                    SimpleNamespace(
-                        num_members=1, num_heads=heads, first_head=head, kv_head=head // group
-                    ),
-                    group, tile * size,
-                    SimpleNamespace(batch=0, key_line_start=0, kv_len=length),
-                    band, num_bands, 1, name,
-                )  # fmt: skip
-                sharers[head // group, tile].append((sharing.before, sharing.adds, sharing.ends))
+                sharing = sharing_in_order(kernel, head, heads, group, tile, band, num_bands, name)
+                sharers[head // group, tile].append(sharing)
             assert seen.keys() == set(product(range(heads), range(num_tiles)))
             for (_, tile), turns in seen.items():
                 assert sorted(turns) == list(range(tile, num_tiles))
@@ -307,8 +328,7 @@ def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) ->
                 is_read = band == 0 or kernel.is_reached_by_later(turn, length, length, first, size)
                 assert is_read == bool(orders)
             for programs in sharers.values():
-                last = len(programs) - 1
-                assert programs == [(n, n < last, n == last) for n in range(last + 1)]
+                assert_all_in_order(programs)
 
 
 def test_programs_of_bands_wait_for_those_that_start_before_them() -> None:
@@ -376,24 +396,17 @@ def check_sections(longest: int, size: int, edit: tuple[str, str] | None = None)
                     last_key = tile * size + size - 1
                     is_masked = turn < own.first + own.num_masked
                     assert is_masked == (last_key > turn * size or last_key >= length)
-                sharing = kernel.sharing_of(
-                    0, 0, num_tiles * size,
-                    SimpleNamespace(
-                        num_members=1, num_heads=heads, first_head=head, kv_head=head // group
-                    ),
-                    group, tile * size,
-                    SimpleNamespace(batch=0, key_line_start=0, kv_len=length),
-                    section, num_sections, 1, "sections",
-                )  # fmt: skip
-                sharers[head // group, tile].append((sharing.before, sharing.adds, sharing.ends))
+                sharing = sharing_in_order(
+                    kernel, head, heads, group, tile, section, num_sections, "sections"
+                )
+                sharers[head // group, tile].append(sharing)
             assert adders.keys() == set(product(range(heads), range(num_tiles)))
             for (head, turn), orders in adders.items():
                 assert keys_of_head[head, turn] == list(range(turn, -1, -1))
                 assert orders == list(range(len(orders)))
             assert sharers.keys() == set(product(range(heads // group), range(num_tiles)))
             for programs in sharers.values():
-                last = len(programs) - 1
-                assert programs == [(n, n < last, n == last) for n in range(last + 1)]
+                assert_all_in_order(programs)
 
 
 def test_programs_of_sections_wait_for_those_that_start_before_them() -> None:
