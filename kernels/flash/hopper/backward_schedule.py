@@ -225,9 +225,9 @@ def sections(problem: Problem) -> Sections | None:
     128 ran at 554 TFLOP/s, and 16 of 16,384 at 586. So the queries of such a head are divided into
     parts of about two thirds of the cache, with which the 32 heads take 0.94 of the time on an
     H200; with half as long ones, whose programs probably wait for each other more often, it is
-    1.00, and so it is up to 64 columns. This takes sums of dk and dv. Queries and keys are as many as each
-    other, so that a tile's turns begin at the diagonal; and rounds are many, as the last head is
-    not turned.
+    1.00, and so it is up to 64 columns. This takes sums of dk and dv. Queries and keys are as many
+    as each other, so that a tile's turns begin at the diagonal; and rounds are many, as the last
+    head is not turned.
     """
     if not problem.causal or not problem.mask.is_plain or problem.packed:
         return None
@@ -280,10 +280,11 @@ def halves_apart(problem: Problem) -> bool:
 def halves_rolled(problem: Problem) -> bool:
     """Whether halves of a turn run the same code, of 97 to 128 columns.
 
-    It is half as long. In sections nothing else was measured. On an H100 it takes 0.94 to 1.03 of the time under windows and of grouped
+    It is half as long. On an H100 it takes 0.94 to 1.03 of the time under windows and of grouped
     queries under a causal mask, mostly 0.97, and likewise where tiles have bands; on an H200 0.96
     to 0.98 where heads of many rounds are turned, and 1.00 to 1.02 if the batch is packed. Where
     heads are turned in part it takes 1.00 to 1.05, and under a full mask 1.03 to 1.06 on an H100.
+    In sections nothing else was measured.
     """
     if columns(problem.head_dim) != Columns(main=128, tail=0, stored=128):
         return False
