@@ -12,9 +12,9 @@ the last program over that of evenly divided work,
     in part      where that is all heads, each in its first keys, after the programs of the others,
                  and with sums of their own
     divided      where all programs would start at once, the turns of each tile of keys divided
-                 among programs, with sums of their own (backward_schedule.bands)
+                 among programs, with sums of their own (backward_schedule.bands_of)
     sections     where the queries of a head do not fit the L2 cache, the turns of each head divided
-                 (backward_schedule.sections)
+                 (backward_schedule.sections_of)
 
 so that in the second order a GPU empties on short programs, and in the third one, besides, fewer
 programs wait for each other. The fourth one leaves less of a GPU idle. The last one is for memory:
@@ -33,10 +33,10 @@ from dataclasses import dataclass
 
 from kernels.flash.hopper.backward_schedule import (
     FEWEST_KEYS_TURNED,
-    Bands,
-    Sections,
+    Division,
+    Grid,
     bands_of,
-    sections_of,
+    division_of,
 )
 
 KEYS = 128
@@ -84,8 +84,7 @@ class Order:
     """Of the last heads."""
     keys_turned: int = 0
     """Tiles of keys, of every head."""
-    bands: Bands | None = None
-    sections: Sections | None = None
+    divided: Division | None = None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -102,11 +101,9 @@ class Program:
 
 def programs(heads: int, tiles: int, order: Order) -> Iterator[Program]:
     """All in the order of indices."""
-    if order.bands is not None:
-        yield from divided(heads, tiles, order.bands)
-        return
-    if order.sections is not None:
-        yield from in_sections(heads, tiles, order.sections)
+    if order.divided is not None:
+        by_order = in_sections if order.divided.order == "sections" else in_bands
+        yield from by_order(heads, tiles, order.divided)
         return
     for first in range(0, heads, order.group):
         those = range(first, min(first + order.group, heads))
@@ -117,11 +114,11 @@ def programs(heads: int, tiles: int, order: Order) -> Iterator[Program]:
                 yield Program(head=head, tile=tile, sums=int(tile < turned), turns=turns)
 
 
-def divided(heads: int, tiles: int, bands: Bands) -> Iterator[Program]:
+def in_bands(heads: int, tiles: int, bands: Division) -> Iterator[Program]:
     """All where the turns of a tile are divided."""
     for band in range(bands.number):
         behind = band * bands.turns
-        is_turned = bands.turned and band == 1
+        is_turned = bands.order == "halves" and band == 1
         those = range(tiles - behind) if is_turned else reversed(range(tiles - behind))
         for tile in those:
             turns = range(tile + behind, min(tile + behind + bands.turns, tiles))
@@ -131,7 +128,7 @@ def divided(heads: int, tiles: int, bands: Bands) -> Iterator[Program]:
                 )
 
 
-def in_sections(heads: int, tiles: int, sections: Sections) -> Iterator[Program]:
+def in_sections(heads: int, tiles: int, sections: Division) -> Iterator[Program]:
     """All where the turns of a head are divided, from the last ones on."""
     for head in range(heads):
         for stop in range(tiles, 0, -sections.turns):
@@ -160,7 +157,7 @@ def simulate(
     """Turns until the last program has ended, and if wanted all visits of turns."""
     visits: list[Visit] = []
     free = [0.0] * PROCESSORS
-    num_sums = order.bands.number if order.bands else 2
+    num_sums = order.divided.sums if order.divided else 2
     told = {(head, sums): [0.0] * tiles for head in range(heads) for sums in range(num_sums)}
     given = dict.fromkeys(((head, tile) for head in range(heads) for tile in range(tiles)), 0.0)
     for program in programs(heads, tiles, order):
@@ -180,7 +177,7 @@ def simulate(
         now = max(now + END / 2, of_head[before])
         of_head[before] = now + told_after
         now += END / 2
-        if order.bands is not None or order.sections is not None:
+        if order.divided is not None:
             now = max(now, given[program.head, program.tile]) + SHARED
             given[program.head, program.tile] = now
         heapq.heappush(free, now)
@@ -208,22 +205,21 @@ def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
     tiles = -(-length // KEYS)
     few = name in ("in part", "divided", "sections")
     keys = keys_turned(heads, length, head_dim) if few else 0
-    bands = sections = None
-    if name in ("divided", "sections"):
-        bands = bands_of(
-            heads, tiles, q_len=length, kv_len=length, stored=head_dim, processors=PROCESSORS
-        )
-    if name == "sections":
-        sections = sections_of(
-            heads, tiles, q_len=length, kv_len=length, members=1, stored=head_dim,
-            processors=PROCESSORS,
-        )  # fmt: skip
+    grid = Grid(
+        heads=heads,
+        num_key_tiles=tiles,
+        q_len=length,
+        kv_len=length,
+        members=1,
+        stored=head_dim,
+        processors=PROCESSORS,
+    )
+    divide = {"divided": bands_of, "sections": division_of}.get(name)
     return Order(
         group=heads if keys else min(heads, heads_at_once(length, head_dim)),
         heads_turned=heads_turned(heads, length, head_dim) if name != "last first" else 0,
         keys_turned=keys,
-        bands=bands,
-        sections=sections,
+        divided=divide(grid) if divide else None,
     )
 
 

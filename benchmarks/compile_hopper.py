@@ -255,6 +255,7 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
         if head_dim <= 128:
             variants.append(replace(variants[0], order="bands", apart=True, shared=True))
             variants.append(replace(variants[0], order="halves", apart=True, shared=True))
+        if head_dim > 64:
             variants.append(replace(variants[0], order="sections", shared=True))
         variants.append(replace(variants[0], shared=True, onto=True))
         variants.append(replace(variants[0], causal=False, onto=True))

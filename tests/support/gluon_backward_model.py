@@ -311,6 +311,8 @@ class Call:
     """Programs that run at the same time."""
     columns: int
     """In shared memory: 64, 128, or 256 of the wide kernel."""
+    main: int
+    """Columns of the head dim that a matmul takes, of 64 in shared memory 16, 32, or 64."""
     tail: int
     """Columns of the head dim that a second matmul takes; 0 for none."""
     softcap: float
@@ -391,10 +393,9 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     )
     load(names, backward_sharing, ("sharing_of", "give"), *edits)
     kernel: ModuleType = backward
-    main = 64 if call.tail or call.columns == 64 else call.columns
     constants: tuple[Any, ...] = 4 if call.columns == 64 else 2, call.columns == 64
     constants += (call.apart, call.rolled, call.unmasked, call.order, call.shared, False)
-    constants += (96, call.columns, main, call.tail, call.causal, call.mask, call.softcap)
+    constants += (96, call.columns, call.main, call.tail, call.causal, call.mask, call.softcap)
     functions: tuple[str, ...] = (
         "after",
         "start_gradient",
@@ -406,7 +407,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     structures = ("Shared", "Views", "HalfTurn", "Progress")
     if call.columns == 256:
         kernel = backward_wide
-        constants = 2, 256, 256, main, call.tail, call.causal, call.mask, call.softcap
+        constants = 2, 256, 256, call.main, call.tail, call.causal, call.mask, call.softcap
         constants += (call.order, call.shared, False)
         functions = ("start_dq", "turn_of_scores", "turn_of_gradients", "flash_backward_wide")
         structures = ("Shared", "Views", "Turn", "Progress")

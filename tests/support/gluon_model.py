@@ -447,12 +447,18 @@ def run_program(
     names |= {name: getattr(hopper_forward, name) for name in ("Shared", "Progress")}
     of_tiles = ("sequence", "sequence_of_program", "offsets", "key_tiles")
     load(names, hopper_tiles, of_tiles, edit)
-    shared = ("place_in_order", "place_in_batch", "query_tile", "start_scores", "finish")
+    shared = ("place_in_order", "place_in_batch", "query_tile", "start_scores", "start_values")
+    shared += ("finish",)
     load(names, hopper_tile, shared, edit, (".to(gl.int64)", ""))
     program_size: tuple[int, ...] = ()
     if consumers == 1:
         names |= {name: getattr(hopper_small, name) for name in ("Places", "Progress")}
-        load(names, hopper_small, ("fill", "start_values", "advance", "flash_forward_small"), edit)
+        load(
+            names,
+            hopper_small,
+            ("fill", "start_old_values", "advance", "flash_forward_small"),
+            edit,
+        )
     else:
         load(names, hopper_forward, ("produce", "advance", "consume", "flash_forward"), edit)
         program_size = consumers, tiles

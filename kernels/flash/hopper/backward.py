@@ -253,11 +253,14 @@ def add_last_dq(
     HALF: gl.constexpr,
     CONSUMER: gl.constexpr,
     PARTS: gl.constexpr,
+    MAIN: gl.constexpr,
     TAIL: gl.constexpr,
 ):
     """Compute and add this consumer's tile of dQ of the last turn, for the queries of one half."""
     PART: gl.constexpr = (HALF + CONSUMER) % 2 if PARTS == 2 else 0
-    N: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else ROWS
+    # Of a head_dim up to 32, its columns alone.
+    WHOLE: gl.constexpr = MAIN if MAIN < ROWS else ROWS
+    N: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else WHOLE
     tile = 4 - 4 * parity + 2 * (CONSUMER if PARTS == 1 else HALF)
     running = dq_tile(views, tile, PART, PARTS, N)
     dq = warpgroup_mma_wait(0, deps=[running])
@@ -307,7 +310,8 @@ def half_turn(
     # The half of dQ's columns that this consumer computes of this half's queries. Unless the code
     # is the same, it is the other half of the other half's, since the last columns may be fewer.
     PART: gl.constexpr = CONSUMER if ROLLED else (HALF + CONSUMER) % 2 if PARTS == 2 else 0
-    DQ_COLUMNS: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else ROWS
+    WHOLE: gl.constexpr = MAIN if MAIN < ROWS else ROWS
+    DQ_COLUMNS: gl.constexpr = TAIL if PART == 1 and TAIL > 0 else WHOLE
     zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
     me = opaque(CONSUMER)
     slot = opaque(slot)
@@ -371,13 +375,11 @@ def half_turn(
     if PARTS == 2:
         dq = dq_tile(views, old_ds + 2 * half, me - CONSUMER + PART, PARTS, DQ_COLUMNS)
     elif HALF == 0:
-        dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, ROWS)
+        dq = dq_tile(views, old_ds + 2 * CONSUMER, me - CONSUMER, PARTS, DQ_COLUMNS)
     dk, dk_tail = start_gradient(ds, views.q_tiles.index(slot), dk, dk_tail, MAIN, TAIL)
     if RESIDENT:
         # After the last tile these are scores of an old one, which are not used.
-        next_s = warpgroup_mma(
-            k, views.q_tiles.index(next_slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
+        next_s = start_scores(k, views.q_tiles.index(next_slot), zeros, False, MAIN, TAIL)
         lse = views.lse_tiles.index(next_slot).load(LINE)
     if PARTS == 2 or HALF == 0:
         dq = warpgroup_mma_wait(2 if RESIDENT else EACH, deps=[dq])
@@ -567,17 +569,15 @@ def accumulate(
     if turns.end > turns.first:
         mbarrier.wait(shared.kv_ready, 0)
     if RESIDENT:
-        k = k.index(CONSUMER).load(gl.DotOperandLayout(0, LAYOUT, 2))
-        v = v.index(CONSUMER).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        k = columns(k.index(CONSUMER), 0, MAIN).load(gl.DotOperandLayout(0, LAYOUT, 2))
+        v = columns(v.index(CONSUMER), 0, MAIN).load(gl.DotOperandLayout(0, LAYOUT, 2))
         if turns.end > turns.first:
             mbarrier.wait(shared.q_ready.index(0), 0)
-            first_s = warpgroup_mma(
-                k, views.q_tiles.index(0).permute((1, 0)), s, use_acc=False, is_async=True
-            )
+            first_s = start_scores(k, views.q_tiles.index(0), s, False, MAIN, TAIL)
             lse = views.lse_tiles.index(0).load(gl.SliceLayout(0, LAYOUT))
             s = warpgroup_mma_wait(0, deps=[first_s])
     progress = Progress(dk, dv, dk_tail, dv_tail, s, lse, 0, 0, 0)
-    thread = number_of_thread(s)
+    thread = number_of_thread(MAIN if MAIN < ROWS else ROWS)
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
@@ -607,7 +607,7 @@ def accumulate(
             if half == 0 or APART:
                 mbarrier.wait(shared.opened, opened)
             is_first = before == (-1 if ONTO else 0)
-            add_last_dq(views, dq_ptr, parity, is_first, half, CONSUMER, PARTS, TAIL)
+            add_last_dq(views, dq_ptr, parity, is_first, half, CONSUMER, PARTS, MAIN, TAIL)
             if half == PARTS - 1 or APART:
                 mbarrier.arrive(shared.done.index(opened))
     dk_rows = Rows(
@@ -717,9 +717,9 @@ def flash_backward(
     - "none": from the first to the last.
     - "heads": of the last ``order_count`` heads from the last to the first (heads_turned).
     - "keys": of the first ``order_count`` tiles of all heads (keys_turned).
-    - "bands": a tile's turns are divided among programs, ``order_count`` each (bands).
+    - "bands": a tile's turns are divided among programs, ``order_count`` each (bands_of).
     - "halves": likewise in two, and the second goes from its last to its first.
-    - "sections": the turns of a head are divided, ``order_count`` each (sections).
+    - "sections": the turns of a head are divided, ``order_count`` each (sections_of).
 
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
     :func:`by_thread`, or where ``ONTO`` such sums of other keys, which it adds to; counts is

@@ -145,8 +145,6 @@ def _bytes_of_further_sums(
         where bands or sections alone need them.
     """
     stored = columns(head_dim).stored
-    key_tiles = -(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS))
-    group_size = num_heads // num_kv_heads
     parts = _parts(
         batch_size=batch_size,
         num_heads=num_heads,
@@ -156,35 +154,21 @@ def _bytes_of_further_sums(
         head_dim=head_dim,
         causal=True,
     )
-    heads = batch_size * num_kv_heads * parts
+    grid = backward_schedule.Grid(
+        heads=batch_size * num_kv_heads * parts,
+        num_key_tiles=-(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS)),
+        q_len=q_len,
+        kv_len=kv_len,
+        members=num_heads // num_kv_heads // parts,
+        stored=stored,
+        processors=PROCESSORS,
+    )
     one_sum = 4 * stored * batch_size * num_heads * q_len
-    found = backward_schedule.bands_of(
-        heads, key_tiles, q_len=q_len, kv_len=kv_len, stored=stored, processors=PROCESSORS
-    )
-    of_keys = 2 * 4 * stored * batch_size * num_kv_heads * kv_len if parts == 1 else 0
-    if found is not None and not packed:
-        return (found.number - 1) * one_sum, of_keys
-    sections = backward_schedule.sections_of(
-        heads,
-        key_tiles,
-        q_len=q_len,
-        kv_len=kv_len,
-        members=group_size // parts,
-        stored=stored,
-        processors=PROCESSORS,
-    )
-    if sections is not None and not packed:
-        return 0, of_keys
-    turned = backward_schedule.keys_turned_of(
-        heads,
-        key_tiles,
-        q_len=q_len,
-        kv_len=kv_len,
-        members=group_size // parts,
-        stored=stored,
-        processors=PROCESSORS,
-    )
-    return one_sum if turned else 0, 0
+    divided = None if packed else backward_schedule.division_of(grid)
+    if divided is not None:
+        of_keys = 2 * 4 * stored * batch_size * num_kv_heads * kv_len if parts == 1 else 0
+        return (divided.sums - 1) * one_sum, of_keys
+    return one_sum if backward_schedule.keys_turned_of(grid) else 0, 0
 
 
 _START = 256

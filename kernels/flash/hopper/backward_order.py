@@ -19,12 +19,12 @@ those of its first keys follow, turned, as processors become free one after anot
 add to sums of dQ of their own.
 
 Where all programs could start at once, and the GPU would idle as the short ones end, the turns of a
-tile of keys are divided among programs, its *bands* (backward_schedule.bands): each band of all
+tile of keys are divided among programs, its *bands* (backward_schedule.bands_of): each band of all
 tiles has sums of dQ of its own, and the bands of one tile add up dK and dV
 (:mod:`kernels.flash.hopper.backward_sharing`).
 
 Where the queries of one head do not fit the L2 cache, they are divided into *sections*
-(backward_schedule.sections): the programs of one section go through its queries alone, the last
+(backward_schedule.sections_of): the programs of one section go through its queries alone, the last
 keys first, and those of the next section follow. So each turn has programs of one section, and dQ
 one order and one sum; the programs of one tile of keys add up dK and dV.
 
@@ -538,13 +538,14 @@ def add_tile(pointer, tile, is_first):
 
 
 @gluon.jit
-def number_of_thread(tile):
-    """The thread's number in its warpgroup, for :func:`add_tile_by_thread` of such tiles: [128].
+def number_of_thread(N: gl.constexpr):
+    """The thread's number in its warpgroup, for :func:`add_tile_by_thread` of tiles [64, N]: [128].
 
     Opaque, because the compiler would read it again from its special register at every use, and
     that waits for all matmuls that the warp has started: 5% of a turn.
     """
-    x = by_thread(tile)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    x = by_thread(gl.zeros([ROWS, N], gl.float32, LAYOUT))
     x = x.reshape([x.shape[0] // 512, 128, 4])
     return opaque(gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout))))
 

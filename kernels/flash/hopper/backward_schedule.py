@@ -5,7 +5,7 @@ docs/kernels.md says what each order was worth.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -123,27 +123,76 @@ simulation 8 x 12 heads of 512 tokens and 64 then take 1.04 to 1.07 of the time;
 no better, either (docs/kernels.md)."""
 
 
-def backward_grid(problem: Problem) -> tuple[int, int, int]:
-    """Heads of the backward pass, its programs of each, and the GPU's processors."""
-    heads = problem.batch_size * problem.num_kv_heads * num_parts(problem)
-    num_key_tiles = -(-problem.kv_len // backward_rows(problem))
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    return heads, num_key_tiles, processors
+class Grid(NamedTuple):
+    """The programs of a backward pass, and what each of them goes through."""
+
+    heads: int
+    """Of the batch: of key heads, as many times as programs share one."""
+    num_key_tiles: int
+    """Of a head: its programs, unless their turns are divided."""
+    q_len: int
+    kv_len: int
+    members: int
+    """Query heads that a program takes one after another."""
+    stored: int
+    """Columns in shared memory."""
+    processors: int
+
+    @property
+    def rounds(self) -> float:
+        """Programs for each processor."""
+        return self.heads * self.num_key_tiles / self.processors
 
 
-class Bands(NamedTuple):
-    """How the turns of a tile of keys are divided among backward programs."""
+def backward_grid(problem: Problem) -> Grid:
+    """The grid of a problem on its GPU."""
+    parts = num_parts(problem)
+    return Grid(
+        heads=problem.batch_size * problem.num_kv_heads * parts,
+        num_key_tiles=-(-problem.kv_len // backward_rows(problem)),
+        q_len=problem.q_len,
+        kv_len=problem.kv_len,
+        members=problem.group_size // parts,
+        stored=block_d(problem),
+        processors=torch.cuda.get_device_properties(problem.device).multi_processor_count,
+    )
 
+
+class Division(NamedTuple):
+    """How turns are divided among backward programs, which makes more of these than key tiles."""
+
+    order: Literal["bands", "halves", "sections"]
+    """Of the programs (backward_order.place_in_bands): what is divided are the turns of a tile of
+    keys, or in sections those of a head."""
     turns: int
-    """Of a band; a tile's last one has what is left."""
+    """Of each part; the last one has what is left."""
     number: int
-    """Bands of the longest tile."""
-    turned: bool
-    """Whether the second of two goes from its last turn to its first."""
+    """Parts of the longest tile, or of a head."""
 
     def programs(self, num_key_tiles: int) -> int:
         """The number of programs of one head."""
-        return sum(num_key_tiles - band * self.turns for band in range(self.number))
+        return sum(num_key_tiles - part * self.turns for part in range(self.number))
+
+    @property
+    def sums(self) -> int:
+        """The number of sums of dq."""
+        return 1 if self.order == "sections" else self.number
+
+
+def division(problem: Problem) -> Division | None:
+    """How turns are divided; None if each tile of keys has one program.
+
+    The parts need sums of dk and dv. They are for a causal mask that hides nothing else, where
+    queries and keys are as many as each other, so that a tile's turns begin at the diagonal.
+    """
+    if not problem.causal or not problem.mask.is_plain or problem.packed:
+        return None
+    return division_of(backward_grid(problem))
+
+
+def division_of(grid: Grid) -> Division | None:
+    """As :func:`division`, of a causal mask that hides nothing else."""
+    return bands_of(grid) or sections_of(grid)
 
 
 MOST_BANDS = 4
@@ -154,116 +203,62 @@ FEWEST_TILES_IN_BANDS = 8
 takes 0.77 to 0.79 of the time (docs/kernels.md); the simulation finds 0.75 for six and seven."""
 
 
-def bands(problem: Problem) -> Bands | None:
-    """The bands of the backward pass; None if each tile of keys has one program.
+def bands_of(grid: Grid) -> Division | None:
+    """The bands of each tile of keys, where all programs can start at once.
 
-    Where all programs can start at once, the longest takes twice the mean time, and most of the GPU
-    idles in the end. So the turns of a tile are divided: into the shortest bands whose programs can
-    all start at once, too; or if these are longer than half of the longest tile's turns, in halves,
-    of which the second ones are turned: they start one after another as the short ones of the first
-    kind end, the longest first, and all end at about the same time. Bands need sums of dq and of dk
-    and dv, which are small here. Queries and keys are as many as each other, so that a tile's turns
-    begin at the diagonal.
+    The longest program then takes twice the mean time, and most of the GPU idles in the end. So the
+    turns of a tile are divided: into the shortest bands whose programs can all start at once, too;
+    or if these are longer than half of the longest tile's turns, in halves, of which the second
+    ones are turned: they start one after another as the short ones of the first kind end, the
+    longest first, and all end at about the same time. Bands need several sums of dq, too, all of
+    which are small here.
     """
-    if not problem.causal or not problem.mask.is_plain or problem.packed:
+    tiles = grid.num_key_tiles
+    if grid.stored > 128 or grid.q_len != grid.kv_len or tiles < FEWEST_TILES_IN_BANDS:
         return None
-    heads, num_key_tiles, processors = backward_grid(problem)
-    return bands_of(
-        heads,
-        num_key_tiles,
-        q_len=problem.q_len,
-        kv_len=problem.kv_len,
-        stored=block_d(problem),
-        processors=processors,
-    )
-
-
-def bands_of(
-    heads: int, num_key_tiles: int, *, q_len: int, kv_len: int, stored: int, processors: int
-) -> Bands | None:
-    """As :func:`bands`, of a causal mask that hides nothing else."""
-    if stored > 128 or q_len != kv_len or num_key_tiles < FEWEST_TILES_IN_BANDS:
+    if grid.rounds > 1:
         return None
-    if heads * num_key_tiles > processors:
-        return None
-    half = -(-num_key_tiles // 2)
-    for turns in range(-(-num_key_tiles // MOST_BANDS), half + 1):
-        found = Bands(turns, -(-num_key_tiles // turns), turned=False)
-        if heads * found.programs(num_key_tiles) <= processors:
+    half = -(-tiles // 2)
+    for turns in range(-(-tiles // MOST_BANDS), half + 1):
+        found = Division("bands", turns, -(-tiles // turns))
+        if grid.heads * found.programs(tiles) <= grid.processors:
             return found
-    found = Bands(half, 2, turned=True)
+    found = Division("halves", half, 2)
     # Of few turns, those of the last heads start too late to end with the others. Both numbers are
     # guesses: 14 heads of 9 tiles would take 0.88 of the time by the simulation, and no such was
     # measured.
-    many = heads * found.programs(num_key_tiles) > 1.25 * processors
-    return None if many and num_key_tiles < 12 else found
+    many = grid.heads * found.programs(tiles) > 1.25 * grid.processors
+    return None if many and tiles < 12 else found
 
 
-MANY_ROUNDS = 32
-"""Backward programs for each processor, beyond which one head's last ones are little beside all. A
-guess: heads with fewer were not measured in sections."""
+MANY_ROUNDS = 12
+"""Backward programs for each processor, beyond which one head's last ones are little beside all:
+four heads of 65,536 tokens and 128, of 15.5 rounds, take 0.98 of the time in sections, and five
+0.95. Heads with fewer were not measured in sections."""
 
 
-class Sections(NamedTuple):
-    """How the turns of a head are divided, from the last ones on."""
-
-    turns: int
-    """Of a section; the one of the first queries has what is left."""
-    number: int
-
-    def programs(self, num_key_tiles: int) -> int:
-        """The number of programs of one head."""
-        return sum(num_key_tiles - section * self.turns for section in range(self.number))
-
-
-def sections(problem: Problem) -> Sections | None:
-    """The sections of the backward pass; None if a program has all turns of its tile of keys.
+def sections_of(grid: Grid) -> Division | None:
+    """The sections of each head, where its queries do not fit the L2 cache.
 
     Programs of a head that start one after another, each a little longer than the one before, come
     to be as far apart as its queries go. Where these, with do and the sums of dq, do not fit the L2
     cache, each turn reads them from memory and writes the sums there: 32 heads of 65,536 tokens and
     128 ran at 554 TFLOP/s, and 16 of 16,384 at 586. So the queries of such a head are divided into
     parts of about two thirds of the cache, with which the 32 heads take 0.94 of the time on an
-    H200; with half as long ones, whose programs probably wait for each other more often, it is
-    1.00, and so it is up to 64 columns. This takes sums of dk and dv. Queries and keys are as many
-    as each other, so that a tile's turns begin at the diagonal; and rounds are many, as the last
-    head is not turned.
+    H200, and 16 of 32,768 tokens and 256 take 0.87; with half as long ones, whose programs probably
+    wait for each other more often, the 32 take 1.00, and so they do up to 64 columns. Rounds are
+    many, as the last head is not turned.
     """
-    if not problem.causal or not problem.mask.is_plain or problem.packed:
+    if grid.stored <= 64 or grid.q_len != grid.kv_len or grid.members > 1:
         return None
-    heads, num_key_tiles, processors = backward_grid(problem)
-    return sections_of(
-        heads,
-        num_key_tiles,
-        q_len=problem.q_len,
-        kv_len=problem.kv_len,
-        members=problem.group_size // num_parts(problem),
-        stored=block_d(problem),
-        processors=processors,
-    )
-
-
-def sections_of(
-    heads: int,
-    num_key_tiles: int,
-    *,
-    q_len: int,
-    kv_len: int,
-    members: int,
-    stored: int,
-    processors: int,
-) -> Sections | None:
-    """As :func:`sections`, of a causal mask that hides nothing else."""
-    if not 64 < stored <= 128 or q_len != kv_len or members > 1:
-        return None
-    if heads * num_key_tiles <= MANY_ROUNDS * processors:
+    if grid.rounds <= MANY_ROUNDS:
         return None
     # Not this GPU's cache: predictions of memory ask, too.
-    number = round(1.5 * _bytes_of_head(q_len, stored) / CACHE_BYTES)
+    number = round(1.5 * _bytes_of_head(grid.q_len, grid.stored) / CACHE_BYTES)
     if number < 2:
         return None
-    turns = -(-num_key_tiles // number)
-    return Sections(turns, -(-num_key_tiles // turns))
+    turns = -(-grid.num_key_tiles // number)
+    return Division("sections", turns, -(-grid.num_key_tiles // turns))
 
 
 def halves_apart(problem: Problem) -> bool:
@@ -273,8 +268,8 @@ def halves_apart(problem: Problem) -> bool:
     program that may do so apart waits half a turn less for the one before. One head of 16,384
     tokens takes 0.96 of the time, but 16 heads take 1.02 on an H100 at its power limit.
     """
-    heads, num_key_tiles, processors = backward_grid(problem)
-    return 64 < block_d(problem) <= 128 and heads * num_key_tiles <= FEW_ROUNDS * processors
+    grid = backward_grid(problem)
+    return 64 < grid.stored <= 128 and grid.rounds <= FEW_ROUNDS
 
 
 def halves_rolled(problem: Problem) -> bool:
@@ -290,7 +285,8 @@ def halves_rolled(problem: Problem) -> bool:
         return False
     if mask_kind(problem) == "window" or num_parts(problem) > 1:
         return True
-    if sections(problem) is not None:
+    divided = division(problem)
+    if divided is not None and divided.order == "sections":
         return True
     if halves_apart(problem):
         return keys_turned(problem) == 0
@@ -306,17 +302,14 @@ def heads_turned(problem: Problem) -> int:
     """
     if not problem.causal or not problem.mask.is_plain:
         return 0
-    heads, num_key_tiles, processors = backward_grid(problem)
-    return heads_turned_of(
-        heads, num_key_tiles, group=heads_at_once(problem), processors=processors
-    )
+    return heads_turned_of(backward_grid(problem), group=heads_at_once(problem))
 
 
-def heads_turned_of(heads: int, num_key_tiles: int, *, group: int, processors: int) -> int:
+def heads_turned_of(grid: Grid, *, group: int) -> int:
     """As :func:`heads_turned`, of heads that take turns in groups of ``group``."""
-    filling = processors // num_key_tiles + 1
-    groups_before = max(0, heads - filling) // group
-    turned = heads - groups_before * group
+    filling = grid.processors // grid.num_key_tiles + 1
+    groups_before = max(0, grid.heads - filling) // group
+    turned = grid.heads - groups_before * group
     return turned if turned >= filling else 0
 
 
@@ -335,37 +328,20 @@ def keys_turned(problem: Problem) -> int:
     """
     if not problem.causal or not problem.mask.is_plain:
         return 0
-    heads, num_key_tiles, processors = backward_grid(problem)
-    return keys_turned_of(
-        heads,
-        num_key_tiles,
-        q_len=problem.q_len,
-        kv_len=problem.kv_len,
-        members=problem.group_size // num_parts(problem),
-        stored=block_d(problem),
-        processors=processors,
-    )
+    return keys_turned_of(backward_grid(problem))
 
 
-def keys_turned_of(
-    heads: int,
-    num_key_tiles: int,
-    *,
-    q_len: int,
-    kv_len: int,
-    members: int,
-    stored: int,
-    processors: int,
-) -> int:
-    """As :func:`keys_turned`, of programs that take ``members`` query heads each."""
-    if q_len > kv_len or heads * num_key_tiles > FEW_ROUNDS * processors:
+def keys_turned_of(grid: Grid) -> int:
+    """As :func:`keys_turned`, of a causal mask that hides nothing else."""
+    if grid.q_len > grid.kv_len or grid.rounds > FEW_ROUNDS:
         return 0
     # Not this GPU's cache: predictions of memory ask, too.
-    group = causal_heads_at_once(queries=q_len * members, stored=stored, cache_bytes=CACHE_BYTES)
-    turned = heads_turned_of(heads, num_key_tiles, group=group, processors=processors)
-    if turned < heads:
+    group = causal_heads_at_once(
+        queries=grid.q_len * grid.members, stored=grid.stored, cache_bytes=CACHE_BYTES
+    )
+    turned = heads_turned_of(grid, group=group)
+    if turned < grid.heads:
         return 0
-    rounds = heads * num_key_tiles / processors
     # No more than fill these rounds: a few more would be another one.
-    found = max(1, int(rounds / 2 + 0.5)) * processors // heads
+    found = max(1, int(grid.rounds / 2 + 0.5)) * grid.processors // grid.heads
     return found if found >= FEWEST_KEYS_TURNED else 0

@@ -44,8 +44,10 @@ from kernels.flash.hopper.backward_order import (
     add_tile,
     bounds_of_loops,
     close_turns,
+    in_section,
     lines_before,
     open_turns,
+    place_in_bands,
     place_in_batch,
     probabilities,
     programs_before,
@@ -437,7 +439,9 @@ def accumulate(
         mbarrier.wait(shared.kv_ready, 0)
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
-    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or ORDER != "none")
+    MASKED_LAST: gl.constexpr = ORDER == "heads" or ORDER == "keys"
+    AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or MASKED_LAST)
+    DIVIDED: gl.constexpr = ORDER == "sections"
     progress = Progress(dk, dv, 0, 0, 0)
     dq_ptr = dq_sums
     before = 0
@@ -499,8 +503,9 @@ def accumulate(
     OF_DV: gl.constexpr = OF_DK + ROWS * BLOCK_D
     first_key = turns.first_key
     dk = progress.dk * scale
-    give(dk, dk_rows, first_key, sharing, OF_DK, FIRST_COLUMN, HEAD_DIM, SHARED, False)
-    give(progress.dv, dv_rows, first_key, sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False)
+    dv = progress.dv
+    give(dk, dk_rows, first_key, sharing, OF_DK, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)
+    give(dv, dv_rows, first_key, sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)
     if SHARED:
         mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
@@ -601,17 +606,26 @@ def flash_backward_wide(
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
     programs_of_sequence = num_heads // num_members
-    batch, head, key_tile, is_turned = place_in_batch(
-        cu_seqlens_k,
-        batch_size,
-        programs_of_sequence,
-        heads_at_once,
-        order_count,
-        kv_len,
-        ROWS,
-        ORDER,
-        PACKED,
-    )
+    section = 0
+    num_sections = 1
+    if ORDER == "sections":
+        line, key_tile, section, is_turned = place_in_bands(
+            heads_at_once, order_count, gl.cdiv(kv_len, ROWS), ORDER
+        )
+        batch = line // programs_of_sequence
+        head = line % programs_of_sequence
+    else:
+        batch, head, key_tile, is_turned = place_in_batch(
+            cu_seqlens_k,
+            batch_size,
+            programs_of_sequence,
+            heads_at_once,
+            order_count,
+            kv_len,
+            ROWS,
+            ORDER,
+            PACKED,
+        )
     first_head = head * num_members
     heads = Heads(
         num_heads=num_heads,
@@ -627,6 +641,9 @@ def flash_backward_wide(
         return
     edges = Edges(window, prefix_len, shift)
     turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, is_turned, ROWS, CAUSAL, MASK)
+    if ORDER == "sections":
+        num_sections = gl.cdiv(turns.end - turns.first, order_count)
+        turns = in_section(turns, section, order_count)
     sharing = 0
     if SHARED:
         sharing = sharing_of(
@@ -637,8 +654,8 @@ def flash_backward_wide(
             group_size,
             turns.first_key,
             seq,
-            0,
-            1,
+            section,
+            num_sections,
             BLOCK_D,
             ORDER,
         )

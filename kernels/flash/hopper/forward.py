@@ -45,7 +45,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -64,6 +63,7 @@ from kernels.flash.hopper.forward_tile import (
     row_sums_by_thread,
     softmax_step,
     start_scores,
+    start_values,
     to_words,
 )
 from kernels.flash.hopper.tiles import (
@@ -211,7 +211,7 @@ def advance(
     p = from_words(words, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
     s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
     mbarrier.wait(shared.v_ready.index(slot), phase)
-    o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
+    o = start_values(p, shared.v_tiles.index(slot), o)
     s = warpgroup_mma_wait(1, deps=[s])
     if SOFTCAP > 0.0:
         s = capped(s, scale_log2, SOFTCAP)
@@ -260,8 +260,9 @@ def consume(
     """One consumer: 64 queries of each tile over all visible key tiles, then o, lse to memory."""
     dtype: gl.constexpr = shared.q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    # All stored columns: in parts, as S takes them, O takes longer (docs/kernels.md).
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    # Above 64 all stored columns: in parts, as S takes them, O takes longer (docs/kernels.md).
+    O_COLUMNS: gl.constexpr = MAIN if BLOCK_D == ROWS else BLOCK_D
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     LAZY: gl.constexpr = BLOCK_D >= LAZY_COLUMNS
@@ -290,7 +291,7 @@ def consume(
         first_row = first + CONSUMER * ROWS
         reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
-        o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        o = gl.zeros([ROWS, O_COLUMNS], gl.float32, O_LAYOUT)
         if num_key_tiles > 0:
             mbarrier.wait(shared.q_ready.index(place), filled // Q_SLOTS & 1)
             filled += 1
@@ -342,7 +343,7 @@ def consume(
             words, o, reference, total, slot, phase = progress
             p = from_words(words, dtype, P_LAYOUT)
             mbarrier.wait(shared.v_ready.index(slot), phase)
-            o = warpgroup_mma(p, shared.v_tiles.index(slot), o, is_async=True)
+            o = start_values(p, shared.v_tiles.index(slot), o)
             o = warpgroup_mma_wait(0, deps=[o])
             if TILES > 1:
                 mbarrier.arrive(shared.free.index(slot))

@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -44,6 +43,7 @@ from kernels.flash.hopper.forward_tile import (
     row_sums_by_thread,
     softmax_step,
     start_scores,
+    start_values,
     to_words,
 )
 from kernels.flash.hopper.tiles import ROWS, Edges, capped, key_tiles, sequence
@@ -108,11 +108,11 @@ def fill(
 
 
 @gluon.jit
-def start_values(words, o, places, step, dtype: gl.constexpr):
+def start_old_values(words, o, places, step, dtype: gl.constexpr):
     """O += P V of the key tile before the step, on its way once the values have come."""
     p = from_words(words, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
     mbarrier.wait(places.v_ready.index(0), (step - 1) & 1)
-    return p, warpgroup_mma(p, places.v_operands.index(0), o, is_async=True)
+    return p, start_values(p, places.v_operands.index(0), o)
 
 
 @gluon.jit
@@ -143,7 +143,7 @@ def advance(
     slot = step % STAGES
     mbarrier.wait(places.k_ready.index(slot), step // STAGES & 1)
     s = start_scores(q_tile, places.k_operands.index(slot), MAIN, TAIL)
-    p, o = start_values(words, o, places, step, dtype)
+    p, o = start_old_values(words, o, places, step, dtype)
     s = warpgroup_mma_wait(1, deps=[s])
     if SOFTCAP > 0.0:
         s = capped(s, scale_log2, SOFTCAP)
@@ -201,7 +201,8 @@ def flash_forward_small(
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    O_COLUMNS: gl.constexpr = MAIN if BLOCK_D == ROWS else BLOCK_D
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_COLUMNS, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
     TILE: gl.constexpr = gl.NVMMASharedLayout(q_desc.layout.swizzle_byte_width, 16)
@@ -237,7 +238,7 @@ def flash_forward_small(
     num_key_tiles = tiles.stop - tiles.start
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
-    o = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+    o = gl.zeros([ROWS, O_COLUMNS], gl.float32, O_LAYOUT)
     if num_key_tiles > 0:
         mbarrier.expect(q_ready.index(0), inputs.q.block_type.nbytes)
         tma.async_copy_global_to_shared(
@@ -287,7 +288,7 @@ def flash_forward_small(
                     scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, True,
                 )  # fmt: skip
         words, o, reference, total = progress
-        p, o = start_values(words, o, places, num_key_tiles, dtype)
+        p, o = start_old_values(words, o, places, num_key_tiles, dtype)
         o = warpgroup_mma_wait(0, deps=[o])
 
     finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM)

@@ -274,6 +274,12 @@ def from_words(words, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def start_values(p, v_tile, o):
+    """o + P V over the columns of o, on its way."""
+    return warpgroup_mma(p, columns(v_tile, 0, o.shape[1]), o, is_async=True)
+
+
+@gluon.jit
 def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr):
     """S = Q K^T over MAIN + TAIL columns, on its way: one matmul, or two."""
     BLOCK_K: gl.constexpr = k_tile.shape[0]

@@ -123,8 +123,8 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     padded_len = _padded(lse_len, problem)
     of_keys = _key_workspace(call, onto=False)
     keys_turned = backward_schedule.keys_turned(problem)
-    bands = backward_schedule.bands(problem)
-    num_sums = bands.number if bands else 2 if keys_turned else 1
+    divided = backward_schedule.division(problem)
+    num_sums = divided.sums if divided else 2 if keys_turned else 1
     rowwise = {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": width,
@@ -175,7 +175,7 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
                 problem.kv_len,
                 padded_len,
                 num_lines * padded_len,
-                bands.turns if bands else keys_turned,
+                divided.turns if divided else keys_turned,
                 *_edges(problem),
             ),
         ),
@@ -202,20 +202,15 @@ def plan_onto(call: BackwardPass, padded_len: int) -> OntoPlan:
     return OntoPlan(math.prod(counts), sums, _plan_main(call, padded_len, onto=True))
 
 
-def _bands(problem: Problem, *, onto: bool) -> backward_schedule.Bands | None:
-    """The bands of a pass; where its dq goes on from other keys there are none: one sum for all."""
-    return None if onto else backward_schedule.bands(problem)
-
-
-def _sections(problem: Problem, *, onto: bool) -> backward_schedule.Sections | None:
-    """The sections of a pass; none where its dq goes on from other keys, as memory is counted."""
-    return None if onto else backward_schedule.sections(problem)
+def _division(problem: Problem, *, onto: bool) -> backward_schedule.Division | None:
+    """How turns are divided; not at all where dq goes on from other keys, as memory is counted."""
+    return None if onto else backward_schedule.division(problem)
 
 
 def _key_workspace(call: BackwardPass, *, onto: bool) -> Workspace:
     """Counts of programs that share a tile of keys, and sums of dk and dv; nothing if none do."""
     problem, k = call.problem, call.k
-    divided = _bands(problem, onto=onto) or _sections(problem, onto=onto)
+    divided = _division(problem, onto=onto)
     if backward_schedule.num_parts(problem) == 1 and divided is None:
         return ()
     tiles = k.shape[0] * problem.num_kv_heads, _padded(k.shape[2], problem) // ROWS
@@ -233,19 +228,16 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
     num_parts = backward_schedule.num_parts(problem)
     keys_turned = 0 if onto else backward_schedule.keys_turned(problem)
     heads_turned = backward_schedule.heads_turned(problem)
-    bands, sections = _bands(problem, onto=onto), _sections(problem, onto=onto)
-    heads, num_key_tiles, _ = backward_schedule.backward_grid(problem)
+    divided = _division(problem, onto=onto)
+    grid = backward_schedule.backward_grid(problem)
     order = "keys" if keys_turned else "heads" if heads_turned else "none"
-    num_programs = heads * num_key_tiles
-    if bands is not None:
-        order = "halves" if bands.turned else "bands"
-        num_programs = heads * bands.programs(num_key_tiles)
-    if sections is not None:
-        order, num_programs = "sections", heads * sections.programs(num_key_tiles)
-    divided = bands or sections
+    num_programs = grid.heads * grid.num_key_tiles
+    if divided is not None:
+        order, num_programs = divided.order, grid.heads * divided.programs(grid.num_key_tiles)
     if problem.packed and order in ("none", "heads"):
         rows = schedule.backward_rows(problem)
-        num_programs = heads // problem.batch_size * slots(k.shape[2], problem.batch_size, rows)
+        programs_of_slot = grid.heads // problem.batch_size
+        num_programs = programs_of_slot * slots(k.shape[2], problem.batch_size, rows)
     by_width = {}
     if width <= 128:
         by_width["RESIDENT"] = chosen.resident
@@ -270,7 +262,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
             problem.num_heads,
             problem.group_size,
             problem.group_size // num_parts,
-            heads if keys_turned or divided else backward_schedule.heads_at_once(problem),
+            grid.heads if keys_turned or divided else backward_schedule.heads_at_once(problem),
             divided.turns if divided else keys_turned or heads_turned,
             problem.q_len,
             problem.kv_len,

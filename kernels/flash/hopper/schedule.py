@@ -55,6 +55,8 @@ class Columns(NamedTuple):
 
 
 _COLUMNS = (
+    Columns(main=16, tail=0, stored=64),
+    Columns(main=32, tail=0, stored=64),
     Columns(main=64, tail=0, stored=64),
     Columns(main=64, tail=16, stored=128),
     Columns(main=64, tail=32, stored=128),

@@ -74,27 +74,17 @@ def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> 
         tiles = -(-problem.kv_len // schedule.backward_rows(problem))
         return min(2, tiles) if turned == "keys" else 0
 
-    def bands(problem: Problem) -> backward_schedule.Bands | None:
+    def division(problem: Problem) -> backward_schedule.Division | None:
         tiles = -(-problem.kv_len // schedule.backward_rows(problem))
-        if not problem.causal or problem.q_len != problem.kv_len or problem.head_dim > 128:
+        if not problem.causal or problem.q_len != problem.kv_len:
             return None
-        if turned == "bands":
-            return backward_schedule.Bands(2, -(-tiles // 2), turned=False)
-        half = -(-tiles // 2)
-        return (
-            backward_schedule.Bands(half, 2, turned=True)
-            if turned == "halves" and tiles > 1
-            else None
-        )
+        if turned == "sections" or (turned == "bands" and problem.head_dim <= 128):
+            return backward_schedule.Division(turned, 2, -(-tiles // 2))
+        if turned == "halves" and problem.head_dim <= 128 and tiles > 1:
+            return backward_schedule.Division(turned, -(-tiles // 2), 2)
+        return None
 
-    def sections(problem: Problem) -> backward_schedule.Sections | None:
-        tiles = -(-problem.kv_len // schedule.backward_rows(problem))
-        if not problem.causal or problem.q_len != problem.kv_len or problem.head_dim > 128:
-            return None
-        return backward_schedule.Sections(2, -(-tiles // 2)) if turned == "sections" else None
-
-    monkeypatch.setattr(backward_schedule, "bands", bands)
-    monkeypatch.setattr(backward_schedule, "sections", sections)
+    monkeypatch.setattr(backward_schedule, "division", division)
     monkeypatch.setattr(
         backward_schedule, "heads_turned", lambda problem: heads if is_turned else 0
     )
@@ -113,6 +103,7 @@ SHAPES = {
     "fewer keys": (1, 2, 2, 333, 100, 64),
     "one token": (1, 2, 2, 1, 1, 64),
     "narrow": (1, 2, 2, 200, 200, 16),
+    "thirty-two": (2, 4, 2, 300, 300, 32),
     "odd width": (1, 2, 2, 257, 257, 80),
     "wide": (2, 4, 2, 300, 300, 256),
     "wide, more keys": (1, 2, 2, 100, 333, 256),
@@ -165,6 +156,8 @@ class TestOnHopper:
             "ragged",
             "wide",
             "grouped",
+            "narrow",
+            "thirty-two",
         ):
             self.check(shape, torch.bfloat16, mask == "causal")
 
@@ -313,8 +306,15 @@ class TestOnHopper:
             pytest.skip("this GPU has other processors")
         self.check("few heads", torch.bfloat16, causal=True)
 
-    @pytest.mark.parametrize("turned", ["bands", "halves", "sections"])
-    @pytest.mark.parametrize("head_dim", [64, 96, 128])
+    @pytest.mark.parametrize(
+        ("head_dim", "turned"),
+        [
+            *product((64, 96, 128), ("bands", "halves", "sections")),
+            (32, "halves"),
+            (192, "sections"),
+            (256, "sections"),
+        ],
+    )
     def test_divided_turns(
         self, monkeypatch: pytest.MonkeyPatch, head_dim: int, turned: str
     ) -> None:
@@ -322,14 +322,16 @@ class TestOnHopper:
         turn(monkeypatch, turned)
         self.check_repeats(monkeypatch, 2, 4, head_dim, repeats=20)
 
+    @pytest.mark.parametrize(("heads", "tokens", "head_dim"), [(4, 65536, 128), (4, 32768, 256)])
     def test_heads_that_do_not_fit_the_cache_have_sections(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch, heads: int, tokens: int, head_dim: int
     ) -> None:
         """Gradients are those without sections, and of equal bits in two passes."""
         q, do, k, v = (
-            torch.randn(1, 9, 65536, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+            torch.randn(1, heads, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(4)
         )
-        if backward_schedule.sections(describe(q, k, v, causal=True)) is None:
+        if backward_schedule.division(describe(q, k, v, causal=True)) is None:
             pytest.skip("this GPU has other processors")
         spec = AttentionSpec(causal=True, scale=0.1)
         call = FlashCall(q=q, k=k, v=v, spec=spec, options=ON_HOPPER_ONLY)
@@ -351,7 +353,7 @@ class TestOnHopper:
                 torch.empty(shape[0], n, shape[-1], SHAPES[name][-1], device="cuda").bfloat16()
                 for n in shape[1:3]
             )
-            if backward_schedule.bands(describe(q, k, k, causal=True)) is None:
+            if backward_schedule.division(describe(q, k, k, causal=True)) is None:
                 pytest.skip("this GPU has other processors")
             self.check(name, torch.bfloat16, causal=True)
 

@@ -46,7 +46,7 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
     programs, order, order_count = heads * num_key_tiles, "none", 0
     heads_at_once = rng.randint(1, heads)
     if causal and mask == "plain":
-        orders = ["none", "heads", "keys", *(("bands", "sections") if columns <= 128 else ())]
+        orders = ["none", "heads", "keys", "sections", *(("bands",) if columns <= 128 else ())]
         order = rng.choice(orders)
     if order == "heads":
         order_count = heads - rng.randrange(heads) // heads_at_once * heads_at_once
@@ -57,14 +57,16 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         lengths, q_len = [(kv_len, kv_len)], kv_len
         turned = rng.random() < 0.5
         order_count = -(-num_key_tiles // 2) if turned else rng.randint(1, num_key_tiles)
-        found = backward_schedule.Bands(order_count, -(-num_key_tiles // order_count), turned)
-        if turned and found.number == 2:
-            order = "halves"
+        number = -(-num_key_tiles // order_count)
+        order = "halves" if turned and number == 2 else "bands"
+        found = backward_schedule.Division(order, order_count, number)
         programs, heads_at_once = heads * found.programs(num_key_tiles), heads
     elif order == "sections" and cu_seqlens is None and num_members == 1:
         lengths, q_len = [(kv_len, kv_len)], kv_len
         order_count = rng.randint(1, num_key_tiles)
-        divided = backward_schedule.Sections(order_count, -(-num_key_tiles // order_count))
+        divided = backward_schedule.Division(
+            "sections", order_count, -(-num_key_tiles // order_count)
+        )
         programs, heads_at_once = heads * divided.programs(num_key_tiles), heads
     elif order in ("bands", "sections"):
         order = "none"
@@ -89,6 +91,7 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         programs=programs,
         at_once=rng.randint(1, 5),
         columns=columns,
+        main=64 if tail else rng.choice((16, 32, 64)) if columns == 64 else columns,
         tail=tail,
         softcap=rng.choice((0.0, 0.0, 5.0)),
         apart=columns == 128 and rng.random() < 0.4,

@@ -213,13 +213,13 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("heads", "tokens", "head_dim", "bands"),
         [
-            ((1, 1), 1024, 64, (2, 4, False)),
-            ((1, 1), 8192, 64, (21, 4, False)),  # 64 + 43 + 22 + 1 programs.
-            ((1, 1), 8321, 128, (22, 3, False)),  # 66 + 44 + 22: all processors.
-            ((1, 1), 16384, 64, (64, 2, True)),  # 124 turns, if all started at once.
+            ((1, 1), 1024, 64, ("bands", 2, 4)),
+            ((1, 1), 8192, 64, ("bands", 21, 4)),  # 64 + 43 + 22 + 1 programs.
+            ((1, 1), 8321, 128, ("bands", 22, 3)),  # 66 + 44 + 22: all processors.
+            ((1, 1), 16384, 64, ("halves", 64, 2)),  # 124 turns, if all started at once.
             ((1, 1), 16897, 64, None),  # 133 programs.
-            ((4, 1), 4096, 128, (16, 2, True)),
-            ((12, 12), 1024, 64, (4, 2, True)),
+            ((4, 1), 4096, 128, ("halves", 16, 2)),
+            ((12, 12), 1024, 64, ("halves", 4, 2)),
             ((15, 15), 1024, 64, None),  # 180 programs of few turns, for 132 processors.
             ((1, 1), 896, 64, None),
             ((1, 1), 4096, 256, None),
@@ -229,7 +229,7 @@ class TestSchedule:
         self, heads: tuple[int, int], tokens: int, head_dim: int, bands: object
     ) -> None:
         problem = self.problem(heads, tokens, head_dim=head_dim)
-        assert backward_schedule.bands(problem) == bands
+        assert backward_schedule.division(problem) == bands
         if bands is not None:
             assert (
                 backward_schedule.heads_turned(problem)
@@ -252,7 +252,7 @@ class TestSchedule:
             )
         )  # fmt: skip
         tiles = -(-tokens // 128)
-        bands = backward_schedule.bands(problem)
+        bands = backward_schedule.division(problem)
         programs = bands.programs(tiles) if bands else tiles
         assert plan.main.grid == (heads[0] * programs, 1, 1)
         turns = bands.turns if bands else backward_schedule.keys_turned(problem)
@@ -290,23 +290,25 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("heads", "tokens", "head_dim", "sections"),
         [
-            ((32, 32), 65536, 128, (256, 2)),
-            ((32, 8), 65536, 96, (256, 2)),  # Of 128 columns in memory.
-            ((8, 8), 131072, 128, (256, 4)),
-            ((16, 16), 100000, 128, (261, 3)),
+            ((32, 32), 65536, 128, ("sections", 256, 2)),
+            ((32, 8), 65536, 96, ("sections", 256, 2)),  # Of 128 columns in memory.
+            ((8, 8), 131072, 128, ("sections", 256, 4)),
+            ((16, 16), 100000, 128, ("sections", 261, 3)),
             ((16, 16), 32768, 128, None),  # All queries of a head fit the cache.
             ((16, 16), 49152, 128, None),  # Nearer to one part than to two.
-            ((8, 8), 65536, 128, None),  # 31 rounds.
+            ((4, 4), 65536, 128, ("sections", 256, 2)),
+            ((3, 3), 65536, 128, None),  # 11.6 rounds.
             ((16, 16), 131072, 64, None),
-            ((32, 32), 65536, 256, None),
+            ((16, 16), 32768, 256, ("sections", 256, 2)),  # Of tiles of 64 keys.
+            ((32, 32), 16384, 256, None),
         ],
     )
     def test_heads_that_do_not_fit_the_cache_have_sections(
         self, heads: tuple[int, int], tokens: int, head_dim: int, sections: object
     ) -> None:
         problem = self.problem(heads, tokens, head_dim=head_dim)
-        assert backward_schedule.sections(problem) == sections
-        assert backward_schedule.sections(replace(problem, packed=True)) is None
+        assert backward_schedule.division(problem) == sections
+        assert backward_schedule.division(replace(problem, packed=True)) is None
         if sections is not None and head_dim == 128:
             assert backward_schedule.halves_rolled(problem)
 
@@ -314,14 +316,14 @@ class TestSchedule:
         q, k = (
             torch.empty(1, 32, n, 128, dtype=torch.bfloat16, device="meta") for n in (65536, 65664)
         )
-        assert backward_schedule.sections(describe(q, q, q, causal=True)) is not None
+        assert backward_schedule.division(describe(q, q, q, causal=True)) is not None
         for problem in (
             describe(q, k, k, causal=True),
             describe(k, q, q, causal=True),
             describe(q, q, q, causal=False),
             describe(q, q, q, causal=True, window=65000),
         ):
-            assert backward_schedule.sections(problem) is None
+            assert backward_schedule.division(problem) is None
 
     def test_sections_find_their_queries_in_the_cache(
         self, monkeypatch: pytest.MonkeyPatch
@@ -330,9 +332,9 @@ class TestSchedule:
         monkeypatch.setattr(backward_order, "PROCESSORS", 16)
         whole, divided = (
             backward_order.simulate(
-                4, 64, backward_order.Order(group=1, sections=sections), 0.1, keep_visits=True
+                4, 64, backward_order.Order(group=1, divided=divided), 0.1, keep_visits=True
             )[1]
-            for sections in (None, backward_schedule.Sections(32, 2))
+            for divided in (None, backward_schedule.Division("sections", 32, 2))
         )
         for visits in (whole, divided):
             assert Counter((visit.head, visit.turn) for visit in visits) == {
@@ -383,8 +385,8 @@ class TestSchedule:
     def test_a_packed_batch_has_no_bands(self) -> None:
         """Its sequences differ in length, and only the GPU knows how."""
         problem = self.problem((1, 1), 4096, head_dim=64)
-        assert backward_schedule.bands(problem) is not None
-        assert backward_schedule.bands(replace(problem, packed=True)) is None
+        assert backward_schedule.division(problem) is not None
+        assert backward_schedule.division(replace(problem, packed=True)) is None
         given = AttentionProblem(
             batch_size=1, num_heads=1, num_kv_heads=1, q_len=4096, kv_len=4096, head_dim=64,
             causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
@@ -408,11 +410,11 @@ class TestSchedule:
 
     def test_turns_are_divided_from_the_diagonal_on_alone(self) -> None:
         q, k = (torch.empty(1, 1, n, 64, dtype=torch.bfloat16, device="meta") for n in (4096, 4224))
-        assert backward_schedule.bands(describe(q, q, q, causal=True)) is not None
-        assert backward_schedule.bands(describe(q, k, k, causal=True)) is None
-        assert backward_schedule.bands(describe(k, q, q, causal=True)) is None
-        assert backward_schedule.bands(describe(q, q, q, causal=False)) is None
-        assert backward_schedule.bands(describe(q, q, q, causal=True, window=4000)) is None
+        assert backward_schedule.division(describe(q, q, q, causal=True)) is not None
+        assert backward_schedule.division(describe(q, k, k, causal=True)) is None
+        assert backward_schedule.division(describe(k, q, q, causal=True)) is None
+        assert backward_schedule.division(describe(q, q, q, causal=False)) is None
+        assert backward_schedule.division(describe(q, q, q, causal=True, window=4000)) is None
 
     def test_none_is_turned_in_part_where_sums_of_dq_are_large(self) -> None:
         q, k = (

@@ -17,7 +17,7 @@ from gluon_numbers import backward_functions
 from torch import Tensor
 
 from kernels.flash.hopper import plans
-from kernels.flash.hopper.backward_schedule import Bands, Sections
+from kernels.flash.hopper.backward_schedule import Division
 from kernels.flash.hopper.schedule import PROGRAM_ROWS, has_unmasked_turns
 from kernels.problem import Mask
 
@@ -288,19 +288,18 @@ def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) ->
     for length in range(1, longest + 1):
         num_tiles = -(-length // size)
         half = -(-num_tiles // 2)
-        kinds = [Bands(n, -(-num_tiles // n), turned=False) for n in range(1, num_tiles + 1)]
+        kinds = [Division("bands", n, -(-num_tiles // n)) for n in range(1, num_tiles + 1)]
         if num_tiles > 1:
-            kinds.append(Bands(half, 2, turned=True))
+            kinds.append(Division("halves", half, 2))
         for bands in kinds:
             seen, adders, sharers = defaultdict(list), defaultdict(list), defaultdict(list)
-            name = "halves" if bands.turned else "bands"
             for program in range(heads * bands.programs(num_tiles)):
                 kernel.gl.program_id = lambda axis, program=program: program
                 head, tile, band, is_turned = kernel.place_in_bands(
-                    heads, bands.turns, num_tiles, name
+                    heads, bands.turns, num_tiles, bands.order
                 )
-                assert is_turned == (bands.turned and band == 1)
-                assert kernel.lines_before(is_turned, band, 12, name) == 12 * band
+                assert is_turned == (bands.order == "halves" and band == 1)
+                assert kernel.lines_before(is_turned, band, 12, bands.order) == 12 * band
                 every = kernel.turns_of_keys(tile, length, length, edges, 0, *constants)
                 num_bands = -(-(every.end - every.first) // bands.turns)
                 own = kernel.in_band(every, band, bands.turns, is_turned)
@@ -316,7 +315,9 @@ def check_bands(longest: int, size: int, edit: tuple[str, str] | None = None) ->
                     is_masked = step < own.first + own.num_masked
                     assert is_masked == (not all(pairs) or keys[-1] >= length)
                     seen[head, tile].append(turn)
-                sharing = sharing_in_order(kernel, head, heads, group, tile, band, num_bands, name)
+                sharing = sharing_in_order(
+                    kernel, head, heads, group, tile, band, num_bands, bands.order
+                )
                 sharers[head // group, tile].append(sharing)
             assert seen.keys() == set(product(range(heads), range(num_tiles)))
             for (_, tile), turns in seen.items():
@@ -373,7 +374,7 @@ def check_sections(longest: int, size: int, edit: tuple[str, str] | None = None)
     for length in range(1, longest + 1):
         num_tiles = -(-length // size)
         for section_turns in range(1, num_tiles + 1):
-            sections = Sections(section_turns, -(-num_tiles // section_turns))
+            sections = Division("sections", section_turns, -(-num_tiles // section_turns))
             num_programs = heads * sections.programs(num_tiles)
             kernel.gl.num_programs = lambda axis, number=num_programs: number
             adders, sharers, keys_of_head = defaultdict(list), defaultdict(list), defaultdict(list)
