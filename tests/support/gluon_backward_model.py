@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,9 @@ KEY_SUMS, KEY_COUNTS = 1 << 40, 1 << 41
 Rows = tuple[int, int]
 """A head and the first of 64 rows, counted through a packed batch."""
 
+Range = tuple[int, int] | None
+"""The first of columns and their number; None for all."""
+
 
 @dataclass(frozen=True)
 class Pair(Anything):
@@ -45,6 +48,8 @@ class Pair(Anything):
     query: Rows
     key: Rows
     is_masked: bool = False
+    width: int = field(default=0, compare=False)
+    """Columns of the head dim of which S or dP is the product."""
 
     def to(self, _: Any) -> Pair:
         return self
@@ -61,13 +66,15 @@ class Pair(Anything):
         }.get((self.kind, other.kind))
         if product is None:
             raise ProtocolError(f"{self} times {other}")
-        return Pair(product, self.query, self.key)
+        if self.width != other.width:
+            raise ProtocolError(f"{self.width} and {other.width} columns")
+        return Pair(product, self.query, self.key, width=self.width)
 
     def __add__(self, delta: Any) -> Pair:
         assert self.kind == "dp"
         if (delta.name, delta.rows) != ("delta", self.query):
             raise ProtocolError(f"{delta} for {self}")
-        return Pair("dp - delta", self.query, self.key)
+        return Pair("dp - delta", self.query, self.key, width=self.width)
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Loaded(Anything):
 
     name: str
     rows: Rows
+    columns: Range = field(default=None, compare=False)
 
 
 NEVER = Pair("never computed", (-1, -1), (-1, -1))
@@ -88,6 +96,8 @@ class Sum(Anything):
 
     pairs: tuple[Pair, ...]
     column: int = 0
+    width: int | None = None
+    """Columns; None if the source does not say."""
     shape = ANYTHING
 
     def __mul__(self, _: Any) -> Sum:
@@ -133,6 +143,31 @@ class Part:
     column: int
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Some columns of a tile, or of a part of one."""
+
+    tile: Any
+    columns: Range
+
+    def permute(self, _: Any) -> Slice:
+        return self
+
+    def load(self, layout: Any) -> Loaded:
+        return replace(self.tile.load(layout), columns=self.columns)
+
+
+def columns(tile: Any, first: int, number: Any) -> Any:
+    """As tiles.columns: of a tile in registers all that it has."""
+    if not isinstance(number, int):
+        return tile
+    if isinstance(tile, Loaded):
+        if tile.columns not in (None, (first, number)):
+            raise ProtocolError(f"columns {first}, {number} of {tile}")
+        return replace(tile, columns=(first, number))
+    return Slice(tile, (first, number))
+
+
 class SharedBuffers(Buffers):
     """Several tiles, also as their parts, or several barriers."""
 
@@ -155,6 +190,9 @@ class BackwardMachine(Machine):
     ) -> None:
         super().__init__(seed, (0, 0), grid)
         self.at = at
+        self.width = 0
+        self.widths: dict[tuple[str, int], int] = {}
+        """Columns of the head dim; and of the parts of sums, by kind and first column."""
         self.programs: list[list[Role]] = []
         self.numbers: dict[int, int] = defaultdict(int)
         self.seen: dict[tuple[Role, int], int] = {}
@@ -209,6 +247,9 @@ class BackwardMachine(Machine):
 
     def warpgroup_mma(self, a: Any, b: Any, c: Any, **_: Any) -> Any:
         self.role.pause()
+        of_a, of_b = (x.columns if isinstance(x, Slice | Loaded) else None for x in (a, b))
+        width = of_b[1] if of_b else None
+        a, b = (x.tile if isinstance(x, Slice) else x for x in (a, b))
         column = b.column if isinstance(b, Part) else 0
         b = b.tile if isinstance(b, Part) else b
         tiles = [x for x in (a, b) if isinstance(x, SharedTile)]
@@ -230,26 +271,34 @@ class BackwardMachine(Machine):
             kind = {("k", "q"): "s", ("v", "do"): "dp"}.get((left[0], name))
             if kind is None:
                 raise ProtocolError(f"scores of {left} and {name}")
-            pair = Pair(kind, rows, left[1])
+            if of_a != of_b:
+                raise ProtocolError(f"columns {of_a} of {left} and {of_b} of {name}")
+            pair = Pair(kind, rows, left[1], width=width or 0)
             if isinstance(c, Pair) and (c.query, c.key) != (pair.query, pair.key):
                 raise ProtocolError(f"{pair} is added to {c}")
-            return pair + c if isinstance(c, Loaded) else c if isinstance(c, Pair) else pair
+            if isinstance(c, Pair):
+                return replace(c, width=c.width + pair.width)
+            return pair + c if isinstance(c, Loaded) else pair
         pair = left[0] if isinstance(left, tuple) else left
         wanted = {"k": ("ds", pair.key), "q": ("ds", pair.query), "do": ("p", pair.query)}
         if wanted[name] != (pair.kind, rows):
             raise ProtocolError(f"{pair} times {name} {rows}")
         pairs = *pairs_of(c), pair
-        return Sum((NEVER,) if NEVER in pairs else pairs, column)
+        if isinstance(c, Sum) and None not in (c.width, width) and c.width != width:
+            raise ProtocolError(f"{width} columns are added to {c.width}")
+        return Sum((NEVER,) if NEVER in pairs else pairs, column, width)
 
     def probabilities(self, s: Pair, lse: Loaded, *arguments: Any) -> Pair:
         if s.kind != "s" or (lse.name, lse.rows) != ("lse", s.query):
             raise ProtocolError(f"{lse} for {s}")
-        return Pair("p", s.query, s.key, is_masked=arguments[8])
+        if s.width != self.width:
+            raise ProtocolError(f"scores of {s.width} columns of {self.width}")
+        return Pair("p", s.query, s.key, is_masked=arguments[8], width=s.width)
 
     def slope_of_cap(self, p: Pair, lse: Loaded, _: float) -> Pair:
         if (p.kind, lse.name, lse.rows) != ("p", "lse", p.query):
             raise ProtocolError(f"{lse} for {p}")
-        return Pair("slope", p.query, p.key)
+        return Pair("slope", p.query, p.key, width=p.width)
 
     def add_tile(self, place: int, x: Sum, is_first: bool) -> None:
         self.role.pause()
@@ -257,15 +306,26 @@ class BackwardMachine(Machine):
             raise ProtocolError("what was never computed is added")
         if is_first != (not self.added[place]):
             raise ProtocolError(f"{x} is added before, or after, the first one")
+        if place < KEY_SUMS:
+            self.check_width("dq", x.column, x)
         self.added[place].append(Sum(pairs_of(x), x.column if isinstance(x, Sum) else 0))
 
-    def with_sums(self, x: Sum, place: int, *_: Any) -> Sum:
+    def check_width(self, kind: str, column: int, x: Any) -> None:
+        wanted = self.widths.get((kind, column))
+        if isinstance(x, Sum) and None not in (x.width, wanted) and x.width != wanted:
+            raise ProtocolError(f"{x.width} columns of {kind} from {column} on for {wanted}")
+
+    def with_sums(self, x: Sum, place: int, before: int, is_divided: bool) -> Sum:
         self.role.pause()
+        # Sums to which nobody has added are not zero.
+        if before == 0 and not is_divided:
+            raise ProtocolError("sums are read before anybody has added to them")
         return Sum((*(pair for one in self.added[place] for pair in one.pairs), *pairs_of(x)))
 
     def store_gradient(self, x: Any, rows: Any, first: int, column: int, *_: Any) -> None:
         key = rows.pointer, rows.head, rows.start + first, column
         if first < rows.length:
+            self.check_width("dk, dv", column, x)
             if key in self.gradients:
                 raise ProtocolError(f"{key} is stored twice")
             self.gradients[key] = pairs_of(x)
@@ -357,6 +417,14 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         return ("lse", "delta")[line // call.num_heads], (line % call.num_heads, row)
 
     machine = BackwardMachine(seed, call.programs, at)
+    machine.width = call.main + call.tail
+    if call.columns <= 128:
+        machine.widths = {
+            ("dq", 0): min(call.main, 64),
+            ("dq", 1): call.tail or 64,
+            ("dk, dv", 0): call.main,
+            ("dk, dv", call.main): call.tail,
+        }
     same = lambda x, *_: x  # noqa: E731
     names: dict[str, Any] = {
         "gl": BackwardLanguage(machine),
@@ -365,7 +433,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         "warpgroup_mma": machine.warpgroup_mma,
         "warpgroup_mma_wait": machine.warpgroup_mma_wait,
         "fence_async_shared": machine.fence,
-        "columns": same,
+        "columns": columns,
         "opaque": same,
         "number_of_thread": same,
         "probabilities": machine.probabilities,

@@ -159,7 +159,7 @@ def backward_grid(problem: Problem) -> Grid:
 
 
 class Division(NamedTuple):
-    """How turns are divided among backward programs, which makes more of these than key tiles."""
+    """How turns are divided among more backward programs than there are tiles of keys."""
 
     order: Literal["bands", "halves", "sections"]
     """Of the programs (backward_order.place_in_bands): what is divided are the turns of a tile of
@@ -191,7 +191,7 @@ def division(problem: Problem) -> Division | None:
 
 
 def division_of(grid: Grid) -> Division | None:
-    """As :func:`division`, of a causal mask that hides nothing else."""
+    """As :func:`division`, of a causal mask that hides nothing else and a batch not packed."""
     return bands_of(grid) or sections_of(grid)
 
 
@@ -232,9 +232,9 @@ def bands_of(grid: Grid) -> Division | None:
 
 
 MANY_ROUNDS = 12
-"""Backward programs for each processor, beyond which one head's last ones are little beside all:
-four heads of 65,536 tokens and 128, of 15.5 rounds, take 0.98 of the time in sections, and five
-0.95. Heads with fewer were not measured in sections."""
+"""Backward programs for each processor, beyond which one head's last ones are little beside all. A
+guess: four heads of 65,536 tokens and 128, of 15.5 rounds, take 0.98 of the time in sections, five
+0.95, and heads of fewer rounds were not measured so."""
 
 
 def sections_of(grid: Grid) -> Division | None:
@@ -246,8 +246,9 @@ def sections_of(grid: Grid) -> Division | None:
     128 ran at 554 TFLOP/s, and 16 of 16,384 at 586. So the queries of such a head are divided into
     parts of about two thirds of the cache, with which the 32 heads take 0.94 of the time on an
     H200, and 16 of 32,768 tokens and 256 take 0.87; with half as long ones, whose programs probably
-    wait for each other more often, the 32 take 1.00, and so they do up to 64 columns. Rounds are
-    many, as the last head is not turned.
+    wait for each other more often, the 32 take 1.00. Up to 64 columns nothing is gained, and at 96
+    only 0.04 with 32 heads and nothing with four or eight. Rounds are many, as the last head is
+    not turned.
     """
     if grid.stored <= 64 or grid.q_len != grid.kv_len or grid.members > 1:
         return None

@@ -96,7 +96,7 @@ def backward(call: BackwardPass) -> None:
     """Fill dq, dk and dv.
 
     Needs, besides, float32 sums of dq, 4 bytes for each of its elements, or several of few heads
-    (:func:`backward_schedule.keys_turned`, :func:`backward_schedule.division`); and where programs
+    (:func:`backward_schedule.keys_turned`, :func:`backward_schedule.bands_of`); and where programs
     share grouped queries (:func:`backward_schedule.num_parts`), or their turns are divided, those
     of dk and dv; of grouped queries for so many key heads at a time as keep them within
     ``backward_memory.SLICE_BYTES``.

@@ -103,6 +103,7 @@ SHAPES = {
     "fewer keys": (1, 2, 2, 333, 100, 64),
     "one token": (1, 2, 2, 1, 1, 64),
     "narrow": (1, 2, 2, 200, 200, 16),
+    "twenty-four": (1, 2, 2, 257, 257, 24),
     "thirty-two": (2, 4, 2, 300, 300, 32),
     "odd width": (1, 2, 2, 257, 257, 80),
     "wide": (2, 4, 2, 300, 300, 256),
@@ -157,6 +158,7 @@ class TestOnHopper:
             "wide",
             "grouped",
             "narrow",
+            "twenty-four",
             "thirty-two",
         ):
             self.check(shape, torch.bfloat16, mask == "causal")

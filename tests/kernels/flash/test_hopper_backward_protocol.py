@@ -191,11 +191,42 @@ def test_programs() -> None:
         check(seed)
 
 
+def in_sections(seed: int, columns: int) -> bool:
+    """Whether the call of a seed has several sections, with so many columns at least."""
+    call, _ = random_call(random.Random(seed))
+    num_key_tiles = -(-call.kv_len // size_of(call.columns))
+    return call.order == "sections" and call.order_count < num_key_tiles and call.columns >= columns
+
+
+WIDE_SECTIONS = [seed for seed in range(1200) if in_sections(seed, 256)]
+
+
 def test_turns_of_heads_are_divided() -> None:
-    seeds = [n for n in range(400) if random_call(random.Random(n))[0].order == "sections"]
-    assert len(seeds) >= 10
+    seeds = [seed for seed in range(400) if in_sections(seed, 64)] + WIDE_SECTIONS
+    assert len(seeds) >= 15
+    assert len(WIDE_SECTIONS) >= 5
     for seed in seeds:
         check(seed)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("turns = in_section(turns, section, order_count)", "pass"),
+        ("num_sections = gl.cdiv(turns.end - turns.first, order_count)", "pass"),
+        ('DIVIDED: gl.constexpr = ORDER == "sections"', "DIVIDED = False"),
+        ("sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)",
+         "sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, False)"),
+    ],
+    ids=lambda edit: edit[0][:60],
+)  # fmt: skip
+def test_notices_in_sections(edit: tuple[str, str]) -> None:
+    def check_all() -> None:
+        for seed in WIDE_SECTIONS:
+            check(seed, edit)
+
+    with pytest.raises(AssertionError):
+        check_all()
 
 
 @pytest.mark.parametrize(
@@ -224,6 +255,10 @@ def test_turns_of_heads_are_divided() -> None:
             "warpgroup_mma_wait(1, deps=[dk, dv, ds, a])",
             "warpgroup_mma_wait(2, deps=[dk, dv, ds, a])",
         ),
+        ("WHOLE: gl.constexpr = MAIN if MAIN < ROWS else ROWS", "WHOLE = ROWS"),
+        ("columns(tile, 0, MAIN)", "columns(tile, 0, ROWS)"),
+        ("columns(a, 0, MAIN)", "columns(a, 0, ROWS)"),
+        ("k = columns(k.index(CONSUMER), 0, MAIN)", "k = columns(k.index(CONSUMER), 0, ROWS)"),
     ],
     ids=lambda edit: edit[0][:60],
 )

@@ -352,11 +352,22 @@ class TestSchedule:
         assert backward_order.share_missed(visits, 2) == 5 / 6
         assert backward_order.share_missed(visits, 3) == 3 / 6
 
-    @pytest.mark.parametrize(("heads", "shared"), [((16, 16), True), ((32, 8), False)])
-    def test_all_sections_are_launched(self, heads: tuple[int, int], shared: bool) -> None:
+    @pytest.mark.parametrize(
+        ("heads", "tokens", "head_dim", "shared"),
+        [
+            ((16, 16), 65536, 128, True),
+            ((32, 8), 65536, 128, False),
+            ((16, 16), 32768, 256, True),  # Of tiles of 64 keys.
+        ],
+    )
+    def test_all_sections_are_launched(
+        self, heads: tuple[int, int], tokens: int, head_dim: int, shared: bool
+    ) -> None:
         pytest.importorskip("triton.experimental.gluon")
-        q, k = (torch.empty(1, n, 65536, 128, dtype=torch.bfloat16, device="meta") for n in heads)
-        lse = torch.empty(1, heads[0], 65536, device="meta")
+        q, k = (
+            torch.empty(1, n, tokens, head_dim, dtype=torch.bfloat16, device="meta") for n in heads
+        )
+        lse = torch.empty(1, heads[0], tokens, device="meta")
         call = BackwardPass(
             problem=describe(q, k, k, causal=True), do=q, q=q, k=k, v=k, o=q, lse=lse, dlse=None,
             dq=q, dk=k, dv=k, scale=1.0,
@@ -367,19 +378,19 @@ class TestSchedule:
         assert plan.main.integers[10:12] == (heads[0], 256)
         assert plan.finish_dq.constants["SUMS"] == plan.row_statistics.constants["SUMS"] == 1
         # What is added to sums of other keys has none: memory is counted so.
-        assert plans._plan_main(call, 65536, onto=True).constants["ORDER"] == "heads"
+        assert plans._plan_main(call, tokens, onto=True).constants["ORDER"] == "heads"
         allocated = sum(math.prod(shape) * dtype.itemsize for shape, dtype in plan.workspace)
         given = AttentionProblem(
-            batch_size=1, num_heads=heads[0], num_kv_heads=heads[1], q_len=65536, kv_len=65536,
-            head_dim=128, causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
+            batch_size=1, num_heads=heads[0], num_kv_heads=heads[1], q_len=tokens, kv_len=tokens,
+            head_dim=head_dim, causal=True, dtype="bfloat16", device="cuda", needs_grad=True,
         )  # fmt: skip
         predicted = FlashTriton(name="flash_triton").backward_workspace(given)
         # But for counts, of 4 bytes for 64 rows.
         assert predicted == pytest.approx(allocated, rel=1e-3)
-        of_keys = 2 * heads[1] * 65536 * 128 * 4
-        longer = replace(given, kv_len=65536 + 128)
+        of_keys = 2 * heads[1] * tokens * head_dim * 4
+        longer = replace(given, kv_len=tokens + 128)
         assert predicted - FlashTriton(name="flash_triton").backward_workspace(longer) == (
-            of_keys if shared else -2 * heads[1] * 128 * 128 * 4
+            of_keys if shared else -2 * heads[1] * 128 * head_dim * 4
         )
 
     def test_a_packed_batch_has_no_bands(self) -> None:
