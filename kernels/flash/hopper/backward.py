@@ -722,11 +722,11 @@ def flash_backward(
     - "sections": the turns of a head are divided, ``order_count`` each (sections_of).
 
     dq_sums is [num_lines, padded_len, BLOCK_D] float32, tiles of 64 by 64 in the order of
-    :func:`by_thread`, of which those of narrow heads are written as far as MAIN; or where ``ONTO`` such sums of other keys, which it adds to; counts is
-    [num_lines, padded_len / 64] int32, zero at the start. Where ``ORDER`` is "keys", there are
-    twice as many lines of both: first those of keys that are turned, then those of the others. Each
-    band has lines of its own. ``heads_at_once``: the function of that name, and of divided turns,
-    or "keys", all heads.
+    :func:`by_thread`, of which up to head_dim 32 as many columns as ``MAIN`` are written; or where
+    ``ONTO`` such sums of other keys, which it adds to; counts is [num_lines, padded_len / 64]
+    int32, zero at the start. Where ``ORDER`` is "keys", there are twice as many lines of both:
+    first those of keys that are turned, then those of the others. Each band has lines of its own.
+    ``heads_at_once``: the function of that name, and of divided turns, or "keys", all heads.
     """
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
