@@ -30,6 +30,7 @@ _MEASURING_PREFIX = "harness"
 _NAMING_NOTES = ("attention_choice", "kernel")
 """Notes of a run that name the backend to which a choice left its calls."""
 
+_FOR_HOPPER = "kernels/flash/hopper"
 _FOR_ANY_GPU = "kernels/flash/any_gpu"
 """Kernels of calls that those for Hopper do not take; whoever imports one family imports both."""
 
@@ -87,7 +88,11 @@ def changed_folders(
     """The folders of a record's ``source`` of which a case runs something else now."""
     now = source_of(case, notes)
     changed = {key for key in {*source, *now} if source.get(key) != now.get(key)}
-    return changed - {_FOR_ANY_GPU} if _ran_hopper_alone(case, notes) else changed
+    if _ran_hopper_alone(case, notes):
+        changed -= {_FOR_ANY_GPU}
+    if _ran_float32_alone(case, notes):
+        changed -= {_FOR_HOPPER}
+    return changed
 
 
 def _ran_hopper_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool:
@@ -98,6 +103,13 @@ def _ran_hopper_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool
     """
     is_scheme = bool((case.get("attention") or {}).get("kernel"))
     return notes.get("autograd") == "native" and "tiles" not in notes and not is_scheme
+
+
+def _ran_float32_alone(case: Mapping[str, Any], notes: Mapping[str, Any]) -> bool:
+    """Whether a run launched kernels in float32, which those for Hopper refuse, and no others."""
+    precision = case.get("precision") or {}
+    is_float32 = precision.get("parameters") == "float32" and not precision.get("autocast")
+    return is_float32 and "float32_precision" in notes
 
 
 def is_of_other_code(

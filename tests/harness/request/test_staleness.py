@@ -82,6 +82,26 @@ class TestCode:
         record.source["kernels/flash/hopper"] = "0" * 12
         assert reason_of(record) == "other kernels"
 
+    @pytest.mark.parametrize(
+        ("precision", "notes", "is_stale"),
+        [
+            ("fp32", {"float32_precision": "bf16x6", "tiles": "predicted"}, False),
+            ("fp32", {"tiles": "predicted"}, True),
+            ("bf16_pure", {"float32_precision": "bf16x6"}, True),
+            ("bf16", {"float32_precision": "bf16x6"}, True),
+        ],
+    )
+    def test_kernels_for_hopper_do_not_count_where_calls_were_in_float32(
+        self, precision: str, notes: dict[str, str], is_stale: bool
+    ) -> None:
+        keys = ["model=tiny", "attention=flash_triton", "device=cpu", f"precision={precision}"]
+        case = compose_request(keys).cases[0].to_dict()
+        record = record_of(case=case, notes=notes, source=source_of(case, notes))
+        record.source["kernels/flash/hopper"] = "0" * 12
+        assert (reason_of(record) == "other kernels") == is_stale
+        record.source["kernels/flash/any_gpu"] = "0" * 12
+        assert reason_of(record) == "other kernels"
+
 
 class TestHistory:
     """Records from before sources were hashed."""
