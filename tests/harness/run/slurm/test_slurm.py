@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +293,7 @@ def test_a_node_that_vanishes_loses_only_the_running_case(folder: Submitted) -> 
         doomed |= {step, *(child.pid for child in psutil.Process(step).children(recursive=True))}
     for victim in doomed:
         # Some end with another that was killed before them.
-        with suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
     try:
         folder.held_pid()
