@@ -1,8 +1,9 @@
 """Hashes of the files that a module runs: its own, and those of this project that it imports.
 
 A file counts by what runs of it (:mod:`harness.source.text`), so that an edit of a comment or a
-docstring changes no hash. Hashes depend on the text alone: not on the machine, not on Python's
-version, not on whether the tree has a history.
+docstring changes no hash, and an edit that :mod:`harness.source.unchanged` lists does not either.
+Hashes depend on the text alone: not on the machine, not on Python's version, not on whether the
+tree has a history.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from harness.paths import ROOT
+from harness.source import unchanged
 from harness.source.text import that_runs
 
 BESIDE = (
@@ -53,9 +55,12 @@ def hashes(files: frozenset[str]) -> dict[str, str]:
 def _hashes(files: frozenset[str]) -> dict[str, str]:
     digests: dict[str, hashlib._Hash] = {}
     for name in sorted(files):
+        code = _code(name)
+        if code == unchanged.ABSENT:
+            continue
         folder, _, file = name.rpartition("/")
         digest = digests.setdefault(folder, hashlib.sha256())
-        digest.update(f"{file}\0{_digest(name)}\0".encode())
+        digest.update(f"{file}\0{code}\0".encode())
     return {folder: digest.hexdigest()[:_DIGITS] for folder, digest in digests.items()}
 
 
@@ -123,8 +128,9 @@ def _text(path: Path) -> str:
 
 
 @cache
-def _digest(name: str) -> str:
-    return hashlib.sha256(_text(_PATHS[name]).encode()).hexdigest()
+def _code(name: str) -> str:
+    code = hashlib.sha256(_text(_PATHS[name]).encode()).hexdigest()
+    return unchanged.counts_as(name, code)
 
 
 @cache

@@ -1,0 +1,119 @@
+"""Edits that change nothing of what is timed, so that measurements from before them stay of now.
+
+``unchanged.csv`` beside this file has a row for each such file: it counts by the code that it had
+before, as long as it has the code of that row and no other. A row needs a reason, which says how it
+is known that existing calls run as they did. After an edit::
+
+    python -m harness.source.unchanged REVISION "REASON" FILE...
+
+writes the rows of files against a commit. A file that is new since then counts as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from harness.paths import ROOT
+from harness.source.text import that_runs
+
+TABLE = Path(__file__).with_suffix(".csv")
+
+ABSENT = "absent"
+"""What stands for the code before where there was no file."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Row:
+    """One file, by the hashes of what runs of it."""
+
+    file: str
+    """Relative to the checkout."""
+    code: str
+    counts_as: str
+    """A hash, or ``ABSENT``."""
+    reason: str
+
+
+def code_of(text: str, suffix: str) -> str:
+    """The hash of what runs of a file's text."""
+    return hashlib.sha256(that_runs(text, suffix).encode()).hexdigest()
+
+
+def counts_as(file: str, code: str) -> str:
+    """The hash by which a file of this code counts: its own, unless a row has it."""
+    row = _rows().get(file)
+    return row.counts_as if row is not None and row.code == code else code
+
+
+@cache
+def _rows() -> dict[str, Row]:
+    return {row.file: row for row in read(TABLE)}
+
+
+def read(table: Path) -> list[Row]:
+    """The rows of a table; none if there is no such file."""
+    if not table.is_file():
+        return []
+    with table.open(newline="", encoding="utf-8") as file:
+        return [Row(**row) for row in csv.DictReader(file)]
+
+
+def with_edits(rows: Iterable[Row], revision: str, reason: str, files: Iterable[str]) -> list[Row]:
+    """Rows by which files of now count as they did at a commit, beside those of other files.
+
+    Raises:
+        ValueError: there is no such commit or file, or nothing of a file runs differently.
+    """
+    found = {row.file: row for row in rows}
+    for name in files:
+        path = ROOT / name
+        if not path.is_file():
+            raise ValueError(f"{name}: no such file in {ROOT}")
+        code = code_of(path.read_text(encoding="utf-8"), path.suffix)
+        then = _text_at(revision, name)
+        before = ABSENT if then is None else code_of(then, path.suffix)
+        if before == code:
+            raise ValueError(f"{name}: runs as it did at {revision}, and needs no row")
+        older = found.get(name)
+        if older is not None and older.code == before:
+            before = older.counts_as
+        found[name] = Row(file=name, code=code, counts_as=before, reason=reason)
+    return sorted(found.values(), key=lambda row: row.file)
+
+
+def _text_at(revision: str, name: str) -> str | None:
+    """A file's text at a commit; None if that had no such file."""
+    command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{revision}^{{commit}}"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        raise ValueError(f"{revision}: no such commit in {ROOT}")
+    command = ["git", "-C", str(ROOT), "show", f"{revision}:{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the rows of some files into the table."""
+    parser = argparse.ArgumentParser(prog="python -m harness.source.unchanged", description=__doc__)
+    parser.add_argument("revision", help="a commit whose measurements stay of now")
+    parser.add_argument("reason", help="how it is known that existing calls run as they did")
+    parser.add_argument("files", nargs="+", help="relative to the checkout")
+    given = parser.parse_args(arguments)
+    try:
+        rows = with_edits(read(TABLE), given.revision, given.reason, given.files)
+    except ValueError as error:
+        parser.error(str(error))
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, Row.__slots__, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+if __name__ == "__main__":
+    main()

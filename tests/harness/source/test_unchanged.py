@@ -1,0 +1,128 @@
+"""Edits that change nothing of what is timed: the table's rows, and what they are worth."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from harness.source import hashes, unchanged
+from harness.source.unchanged import ABSENT, Row, code_of
+
+FILE = "kernels/sinks.py"
+
+
+def _code(name: str) -> str:
+    return code_of((ROOT / name).read_text(), Path(name).suffix)
+
+
+def test_each_row_is_of_a_file_as_it_is_now() -> None:
+    rows = unchanged.read(unchanged.TABLE)
+    assert len({row.file for row in rows}) == len(rows)
+    for row in rows:
+        assert (ROOT / row.file).is_file(), row.file
+        assert row.code == _code(row.file), f"{row.file}: edited since its row was written"
+        assert row.counts_as not in ("", row.code), row.file
+        assert len(row.reason.split()) > 5, row.file
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "unchanged.csv"
+    monkeypatch.setattr(unchanged, "TABLE", path)
+    _forget()
+    yield path
+    _forget()
+
+
+def _forget() -> None:
+    unchanged._rows.cache_clear()
+    hashes._hashes.cache_clear()
+    hashes._code.cache_clear()
+
+
+def _write(table: Path, *rows: Row) -> None:
+    lines = [",".join((row.file, row.code, row.counts_as, row.reason)) for row in rows]
+    table.write_text("\n".join(["file,code,counts_as,reason", *lines]) + "\n")
+    _forget()
+
+
+def _hash(*names: str) -> dict[str, str]:
+    for name in names:
+        hashes._name(ROOT / name)
+    return hashes.hashes(frozenset(names))
+
+
+def test_a_file_counts_by_the_code_of_its_row(table: Path) -> None:
+    own = _hash(FILE)
+    _write(table, Row(file=FILE, code=_code(FILE), counts_as="0" * 64, reason="r"))
+    before = _hash(FILE)
+    assert before != own
+    _write(table, Row(file=FILE, code="1" * 64, counts_as="0" * 64, reason="r"))
+    assert _hash(FILE) == own, "a row of other code counts for nothing"
+
+
+def test_a_new_file_counts_as_absent(table: Path) -> None:
+    alone = _hash("kernels/merge.py")
+    assert _hash("kernels/merge.py", FILE) != alone
+    _write(table, Row(file=FILE, code=_code(FILE), counts_as=ABSENT, reason="r"))
+    assert _hash("kernels/merge.py", FILE) == alone
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit of ``a.py``."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    (folder / "a.py").write_text("A = 1\n")
+    for command in (
+        ["init", "-q"],
+        ["add", "a.py"],
+        ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "a"],
+    ):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+    monkeypatch.setattr(unchanged, "ROOT", folder)
+    return folder
+
+
+def test_rows_go_back_to_the_first_code(checkout: Path, table: Path) -> None:
+    first = code_of("A = 1\n", ".py")
+    (checkout / "a.py").write_text("A = 1\nB = 2\n")
+    (checkout / "new.py").write_text("C = 3\n")
+    unchanged.main(["HEAD", "B is read by nobody", "a.py", "new.py"])
+    a, new = unchanged.read(table)
+    assert (a.file, a.counts_as, a.reason) == ("a.py", first, "B is read by nobody")
+    assert (new.file, new.counts_as) == ("new.py", ABSENT)
+
+    subprocess.run(["git", "-C", str(checkout), "add", "."], check=True)
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run(["git", "-C", str(checkout), *who, "commit", "-qm", "b"], check=True)
+    (checkout / "a.py").write_text("A = 1\nB = 3\n")
+    unchanged.main(["HEAD", "nor is this one", "a.py"])
+    a, new = unchanged.read(table)
+    assert (a.counts_as, a.reason) == (first, "nor is this one")
+    assert a.code == code_of("A = 1\nB = 3\n", ".py")
+    assert new.file == "new.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["HEAD", "r", "b.py"], "b.py: no such file"),
+        (["HEAD", "r", "a.py"], "a.py: runs as it did at HEAD"),
+        (["none", "r", "a.py"], "none: no such commit"),
+    ],
+)
+def test_what_makes_no_row(
+    checkout: Path,
+    table: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        unchanged.main(arguments)
+    assert said in capsys.readouterr().err
+    assert not table.exists()
