@@ -2,16 +2,16 @@
 
 One matmul of M x K by K x N is 2MKN FLOPs. The forward pass is two matmuls over the
 query-key pairs that the mask keeps, the backward pass five with recomputation of the scores
-(FlashAttention-2, section 3.1), so backward is 2.5 times forward.
+(FlashAttention-2, section 3.1), so that backward is 2.5 times forward, where values have as many
+columns as keys.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from kernels.problem import AttentionProblem
-
-BACKWARD_OVER_FORWARD = 2.5
 
 _SPLIT_SLOTS = 2 * 132
 """Twice the multiprocessors of an H100 or H200 (SXM): predictions are made without a device."""
@@ -44,14 +44,15 @@ def problem_pairs(problem: AttentionProblem) -> float:
 
 
 def forward_flops(problem: AttentionProblem) -> float:
-    """4 B H S^2 D, halved when causal, and less where a window hides keys."""
-    pairs = problem_pairs(problem)
-    return 4 * problem.batch_size * problem.num_heads * pairs * problem.head_dim
+    """2 B H S^2 (D + D_v), halved when causal, and less where a window hides keys."""
+    pairs = problem.batch_size * problem.num_heads * problem_pairs(problem)
+    return 2 * pairs * (problem.head_dim + problem.v_dim)
 
 
 def backward_flops(problem: AttentionProblem) -> float:
-    """2.5 times the forward pass."""
-    return BACKWARD_OVER_FORWARD * forward_flops(problem)
+    """2 B H S^2 (3 D + 2 D_v), masked like the forward pass: of scores, dq, dk, and dp, dv."""
+    pairs = problem.batch_size * problem.num_heads * problem_pairs(problem)
+    return 2 * pairs * (3 * problem.head_dim + 2 * problem.v_dim)
 
 
 def forward_bytes(problem: AttentionProblem) -> float:
@@ -59,14 +60,15 @@ def forward_bytes(problem: AttentionProblem) -> float:
 
     Of k and v those rows that some query sees; the sinks are nothing beside them.
     """
-    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
-    return 2 * q_bytes + 2 * kv_bytes * _seen_share(problem) + lse_bytes
+    size = tensor_bytes(problem)
+    return size.q + size.o + (size.k + size.v) * _seen_share(problem) + size.lse
 
 
 def backward_bytes(problem: AttentionProblem) -> float:
     """q, k, v, o, do and lse read once, dq, dk, dv written once."""
-    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
-    return 4 * q_bytes + 2 * kv_bytes * (1 + _seen_share(problem)) + lse_bytes
+    size = tensor_bytes(problem)
+    of_keys = (size.k + size.v) * (1 + _seen_share(problem))
+    return 2 * size.q + 2 * size.o + of_keys + size.lse
 
 
 def _seen_share(problem: AttentionProblem) -> float:
@@ -78,12 +80,35 @@ def _seen_share(problem: AttentionProblem) -> float:
     return max(0, last - first) / problem.kv_len
 
 
-def tensor_bytes(problem: AttentionProblem) -> tuple[float, float, float]:
-    """Bytes of q (or o), of k (or v), and of the float32 log-sum-exp."""
-    size = _BYTES[problem.dtype]
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TensorBytes:
+    """Bytes of each tensor of a call; gradients are as large as what they are of."""
+
+    q: float
+    k: float
+    v: float
+    o: float
+    lse: float
+    """Of the float32 log-sum-exp."""
+
+    @property
+    def inputs(self) -> float:
+        """Bytes of q, k and v."""
+        return self.q + self.k + self.v
+
+
+def tensor_bytes(problem: AttentionProblem) -> TensorBytes:
+    """Bytes of each tensor of a call, all contiguous."""
+    element = _BYTES[problem.dtype]
     rows = problem.batch_size * problem.num_heads * problem.q_len
     kv_rows = problem.batch_size * problem.num_kv_heads * problem.kv_len
-    return size * rows * problem.head_dim, size * kv_rows * problem.head_dim, 4.0 * rows
+    return TensorBytes(
+        q=element * rows * problem.head_dim,
+        k=element * kv_rows * problem.head_dim,
+        v=element * kv_rows * problem.v_dim,
+        o=element * rows * problem.v_dim,
+        lse=4.0 * rows,
+    )
 
 
 def kernel_peak(problem: AttentionProblem, *, workspace: float) -> dict[str, float]:
@@ -92,11 +117,10 @@ def kernel_peak(problem: AttentionProblem, *, workspace: float) -> dict[str, flo
     Without gradients q, k, v, o and the log-sum-exp. With them the peak is in the backward pass,
     which holds do, dq, dk and dv besides. ``workspace`` is the kernel's in that pass.
     """
-    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
-    inputs = q_bytes + 2 * kv_bytes
-    values = {"inputs": inputs, "output": q_bytes, "lse": lse_bytes}
+    size = tensor_bytes(problem)
+    values = {"inputs": size.inputs, "output": size.o, "lse": size.lse}
     if problem.needs_grad:
-        values |= {"output_gradient": q_bytes, "gradients": inputs}
+        values |= {"output_gradient": size.o, "gradients": size.inputs}
     if workspace:
         values["workspace"] = workspace
     return values
@@ -152,10 +176,10 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
     one byte per pair) or the log-sum-exp of every row. Of scores with a cap their tanh stays too,
     of float16 in float32, and of those with sinks a column more.
     """
-    q_bytes, kv_bytes, lse_bytes = tensor_bytes(problem)
-    values = {"inputs": q_bytes + 2 * kv_bytes, "output": q_bytes}
+    size = tensor_bytes(problem)
+    values = {"inputs": size.inputs, "output": size.o}
     if keeps_scores:
-        column = q_bytes / problem.head_dim
+        column = size.q / problem.head_dim
         values["probabilities"] = column * (problem.kv_len + problem.sinks)
         if problem.softcap is not None:
             wide = 2 if problem.dtype == "float16" else 1
@@ -163,5 +187,5 @@ def memory(problem: AttentionProblem, *, keeps_scores: bool) -> dict[str, float]
         if problem.causal or problem.window is not None:
             values["mask"] = float(problem.q_len * problem.kv_len)
     else:
-        values["lse"] = lse_bytes
+        values["lse"] = size.lse
     return values

@@ -134,8 +134,8 @@ class Attention(AttentionBackend):
     """A learned logit for each query head in the softmax, without a value, as gpt-oss has it."""
 
     takes: ClassVar[frozenset[str]] = frozenset()
-    """Which of ``kernels.problem.MASKS``, and ``shift``, its calls may ask for; harnesses refuse
-    the others before they ask :meth:`supports`."""
+    """Which of ``kernels.problem.MASKS``, and ``shift`` and ``value_dim``, its calls may ask for;
+    harnesses refuse the others before they ask :meth:`supports`."""
     takes_causal_rectangles: ClassVar[bool] = True
     """Whether a causal mask may have more keys than queries, aligned to the bottom right."""
 
@@ -150,6 +150,11 @@ class Attention(AttentionBackend):
     def why_unsupported(self, problem: AttentionProblem) -> str | None:
         for name in problem.asks_for():
             if name not in self.takes_here(problem):
+                if name == "value_dim":
+                    return (
+                        f"takes no values of {problem.v_dim} columns beside keys of "
+                        f"{problem.head_dim}"
+                    )
                 return f"takes no attention.{name}={getattr(problem, name)}"
         return self.supports(problem)
 

@@ -18,13 +18,13 @@ def forward_each(
     v: Tensor,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """q [T, H, D], k and v [T_k, H_kv, D] -> o [T, H, D] and lse [H, T] float32.
+    """q [T, H, D], k [T_k, H_kv, D], v [T_k, H_kv, D_v] -> o [T, H, D_v] and lse [H, T] float32.
 
     Args:
         forward: of a dense batch, ``forward(q, k, v, spec) -> (o, lse)``.
         spec: of a packed batch.
     """
-    o = torch.zeros_like(q)
+    o = torch.zeros_like(q[..., : v.shape[-1]])
     lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
     dense = replace(spec, packing=None)
     for queries, keys in _sequences(spec.packing):

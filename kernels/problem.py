@@ -1,7 +1,8 @@
 """Attention calls: the sizes of one, its mask and scale, and the packing of its batch.
 
 Tensors are ``[batch, heads, seq, head_dim]`` (B, H, S, D); lse, the natural-log log-sum-exp of
-the scaled scores, is float32 ``[B, H, S]``. Masks are aligned to the bottom right: with S_q
+the scaled scores, is float32 ``[B, H, S]``. Values, and o and its gradient, may have fewer columns
+than keys. Masks are aligned to the bottom right: with S_q
 queries and S_k keys, a causal mask shows query i the keys 0 .. i + S_k - S_q (:class:`Mask`). A
 query that sees no key has output zero, lse minus infinity, and no gradient.
 
@@ -143,6 +144,13 @@ class AttentionProblem:
     """Of :class:`AttentionSpec`."""
     sinks: bool = False
     """Whether each query head has a logit besides those of its keys."""
+    value_dim: int | None = None
+    """Columns of v and o where they are fewer than head_dim, as latent attention has them."""
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of v and o."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def mask(self) -> Mask:
@@ -155,8 +163,9 @@ class AttentionProblem:
         )
 
     def asks_for(self) -> list[str]:
-        """The names of ``MASKS`` that this problem needs, and ``shift``."""
-        return [name for name in (*MASKS, "shift") if getattr(self, name) not in (None, 0, False)]
+        """The names of ``MASKS`` that this problem needs, and ``shift`` and ``value_dim``."""
+        names = (*MASKS, "shift", "value_dim")
+        return [name for name in names if getattr(self, name) not in (None, 0, False)]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

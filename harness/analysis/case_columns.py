@@ -215,6 +215,7 @@ CASE_COLUMNS: Mapping[str, Callable[[Reading], Any]] = {
     "num_heads": lambda of: of.heads[0],
     "num_kv_heads": lambda of: of.heads[1],
     "head_dim": lambda of: of.heads[2],
+    "value_dim": lambda of: of.task.get("value_dim") or of.heads[2],
     "causal": lambda of: of.task.get("causal", True),
     "window": lambda of: of.mask("window", NO_MASK),
     "prefix_len": lambda of: of.mask("prefix_len", 0),

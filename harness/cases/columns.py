@@ -71,6 +71,11 @@ POINTS = Points(
         "head_dim": Point(
             header="head_dim", describe=lambda value: f"head_dim {int(value)}", format=fmt.integer
         ),
+        "value_dim": Point(
+            header="value_dim",
+            describe=lambda value: f"values of {fmt.counted(value, 'column')}",
+            format=fmt.integer,
+        ),
         "num_heads": Point(
             header="heads", describe=lambda value: fmt.counted(value, "head"), format=fmt.integer
         ),
@@ -179,7 +184,7 @@ POINTS = Points(
     }
 )
 
-SHAPE_POINTS = ("head_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "layout")
+SHAPE_POINTS = ("head_dim", "value_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "layout")
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
 OBSERVED = ("memory_source",)
@@ -196,7 +201,7 @@ def redundant_points(rows: pd.DataFrame, chosen: Iterable[str] = ()) -> set[str]
     scheme = {"scheme"} - set(chosen)
     if not any(task_type(name).gives_shape for name in rows["task"].unique()):
         return {*SHAPE_POINTS} | scheme
-    usual = {"num_kv_heads": "num_heads", "kv_len": "seq_len"}
+    usual = {"value_dim": "head_dim", "num_kv_heads": "num_heads", "kv_len": "seq_len"}
     return {name for name, other in usual.items() if rows[name].equals(rows[other])} | scheme
 
 

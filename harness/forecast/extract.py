@@ -97,6 +97,9 @@ def _attention(row: dict[str, Any], source: int) -> Found:
         return
     ms, device_ms = row["median_ms"], row.get("device_ms")
     problem = case.attention_problem
+    if problem.value_dim is not None:
+        # Laws are over one width of a head.
+        return
     rows = case.batch_size * problem.num_heads * case.seq_len
     if case.device == "cuda" and rows < LEAST_ROWS:
         return

@@ -62,11 +62,14 @@ def keys_of(length: float, reach: float) -> Keys:
 def attention_shape(problem: AttentionProblem, *, whole: bool = False) -> Shape:
     """The shape of a call that has as many queries as keys, all of its rank's length.
 
+    Keys and values of different widths count by their mean, of which the forward FLOPs are those.
+
     Args:
         whole: whether the backend computes every pair, whatever the mask.
     """
     length = problem.kv_len
-    sizes = (problem.batch_size, problem.num_heads, problem.num_kv_heads, length, problem.head_dim)
+    width = (problem.head_dim + problem.v_dim) / 2
+    sizes = (problem.batch_size, problem.num_heads, problem.num_kv_heads, length, width)
     reach = 1.0
     if problem.window is not None and not whole:
         reach = min(1.0, problem.window / length)

@@ -32,7 +32,7 @@ class AttentionCall(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
     def output_gradient(self, o: Tensor) -> Tensor:
-        """A random gradient of the output."""
+        """A random gradient of the output; q may stand for it, which has as many rows."""
         ...
 
     def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -110,7 +110,7 @@ def part_of(
 
 
 class DenseCall:
-    """q [B, H, S, D] and k, v [B, H_kv, S_k, D] through the case's attention.
+    """q [B, H, S, D], k [B, H_kv, S_k, D] and v [B, H_kv, S_k, D_v] through the case's attention.
 
     Args:
         sequence_major: store the tensors as the transformer does, [B, S, H, D] underneath.
@@ -126,15 +126,15 @@ class DenseCall:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         problem = self.problem
         return (
-            self._random(problem.num_heads, problem.q_len),
-            self._random(problem.num_kv_heads, problem.kv_len),
-            self._random(problem.num_kv_heads, problem.kv_len),
+            self._random(problem.num_heads, problem.q_len, problem.head_dim),
+            self._random(problem.num_kv_heads, problem.kv_len, problem.head_dim),
+            self._random(problem.num_kv_heads, problem.kv_len, problem.v_dim),
         )
 
-    def _random(self, heads: int, seq: int) -> Tensor:
+    def _random(self, heads: int, seq: int, width: int) -> Tensor:
         problem = self.problem
         order = (seq, heads) if self._sequence_major else (heads, seq)
-        shape = (problem.batch_size, *order, problem.head_dim)
+        shape = (problem.batch_size, *order, width)
         x = torch.randn(shape, device=self._device, dtype=getattr(torch, problem.dtype))
         x = x.transpose(1, 2) if self._sequence_major else x
         return x.requires_grad_(problem.needs_grad)
@@ -151,7 +151,7 @@ class DenseCall:
         return spec_of(self.problem, self.sinks)
 
     def output_gradient(self, o: Tensor) -> Tensor:
-        return torch.randn_like(o)
+        return torch.randn_like(o[..., : self.problem.v_dim])
 
     def other_layout(self) -> DenseCall:
         return DenseCall(self._case, self._device, sequence_major=not self._sequence_major)
@@ -164,7 +164,7 @@ class DenseCall:
 
 
 class PackedCall:
-    """q [T, H, D] and k, v [T, H_kv, D] through the case's attention.
+    """q [T, H, D], k [T, H_kv, D] and v [T, H_kv, D_v] through the case's attention.
 
     Args:
         lengths: tokens of each sequence, as many queries as keys.
@@ -181,14 +181,14 @@ class PackedCall:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         problem = self.problem
         return (
-            self._random(problem.num_heads),
-            self._random(problem.num_kv_heads),
-            self._random(problem.num_kv_heads),
+            self._random(problem.num_heads, problem.head_dim),
+            self._random(problem.num_kv_heads, problem.head_dim),
+            self._random(problem.num_kv_heads, problem.v_dim),
         )
 
-    def _random(self, heads: int) -> Tensor:
+    def _random(self, heads: int, width: int) -> Tensor:
         problem = self.problem
-        shape = (self._starts[-1], heads, problem.head_dim)
+        shape = (self._starts[-1], heads, width)
         x = torch.randn(shape, device=self._device, dtype=getattr(torch, problem.dtype))
         return x.requires_grad_(problem.needs_grad)
 
@@ -204,7 +204,7 @@ class PackedCall:
         return spec_of(self.problem, self.sinks, self._packing)
 
     def output_gradient(self, o: Tensor) -> Tensor:
-        return torch.randn_like(o)
+        return torch.randn_like(o[..., : self.problem.v_dim])
 
     def other_layout(self) -> None:
         return None

@@ -69,6 +69,7 @@ class _Task(_Named):
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
     head_dim: Count | None = None
+    value_dim: Count | None = None
     kv_len: Count | None = None
     causal: bool = True
     packing: Name = "none"

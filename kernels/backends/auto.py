@@ -67,7 +67,7 @@ DECODE_CHAINS: dict[str, tuple[str, ...]] = {
 class Auto(DelegatedAttention, Decoding):
     """Delegates each call to the first backend of its chain that supports it."""
 
-    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift", "value_dim"))
 
     def choice(self, problem: AttentionProblem) -> str:
         return choose(problem).name
@@ -115,7 +115,7 @@ class Auto(DelegatedAttention, Decoding):
 
         return tracing.constant(
             _choose_for,
-            (batch_size, num_heads, k.shape[1], q_len, kv_len, head_dim),
+            (batch_size, num_heads, k.shape[1], q_len, kv_len, head_dim, v.shape[-1]),
             q.dtype,
             q.device.type,
             (spec.causal, spec.window, spec.prefix_len, spec.shift),
@@ -138,7 +138,7 @@ def _choose_for(
 ) -> Attention:
     causal, window, prefix_len, shift = mask
     softcap, has_sinks = logits
-    batch_size, num_heads, num_kv_heads, q_len, kv_len, head_dim = sizes
+    batch_size, num_heads, num_kv_heads, q_len, kv_len, head_dim, v_dim = sizes
     problem = AttentionProblem(
         batch_size=batch_size,
         num_heads=num_heads,
@@ -156,6 +156,7 @@ def _choose_for(
         shift=shift,
         softcap=softcap,
         sinks=has_sinks,
+        value_dim=None if v_dim == head_dim else v_dim,
     )
     return choose(problem, with_lse=with_lse)
 

@@ -27,7 +27,7 @@ class Compiled(Attention):
     """The naive backend through torch.compile, each shape compiled afresh."""
 
     compiles: ClassVar[bool] = True
-    takes: ClassVar[frozenset[str]] = frozenset(MASKS)
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "value_dim"))
 
     def libraries(self) -> tuple[str, ...]:
         return ("triton",)
@@ -57,19 +57,20 @@ class Compiled(Attention):
             return None
         if problem.asks_for():
             return None
-        q, kv, rows = accounting.tensor_bytes(problem)
-        element = q / (problem.batch_size * problem.num_heads * problem.q_len * problem.head_dim)
-        scores = element * problem.batch_size * problem.num_heads * problem.q_len * problem.kv_len
+        size = accounting.tensor_bytes(problem)
+        rows = problem.batch_size * problem.num_heads * problem.q_len
+        element = size.q / (rows * problem.head_dim)
+        scores = element * rows * problem.kv_len
         values = {
-            "inputs": q + 2 * kv,
-            "output": q,
-            "output_gradient": q,
-            "dv": kv,
+            "inputs": size.inputs,
+            "output": size.o,
+            "output_gradient": size.o,
+            "dv": size.v,
             "mask": float(problem.q_len * problem.kv_len),
         }
         if problem.autocast:
             matrices = 4 if problem.kv_len > MAX_ROW_IN_A_TILE else 2
-            return values | {"scores": matrices * scores, "row_statistics": 2 * rows}
+            return values | {"scores": matrices * scores, "row_statistics": 2 * size.lse}
         return values | {"scores": 2 * scores}
 
     def rounds_scores(self, problem: AttentionProblem) -> bool:

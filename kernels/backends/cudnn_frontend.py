@@ -80,11 +80,11 @@ class CudnnFrontend(DenseAttention):
 
         In the deterministic mode dP [B, H, S, S_k] as well, of lengths rounded up to 64.
         """
-        _, kv, rows = accounting.tensor_bytes(problem)
-        workspace = rows + rows * problem.head_dim
+        size = accounting.tensor_bytes(problem)
+        workspace = size.lse * (1 + problem.head_dim)
         group_size = problem.num_heads // problem.num_kv_heads
         if group_size > 1:
-            workspace += 2 * kv * group_size
+            workspace += (size.k + size.v) * group_size
         if self.deterministic:
             pairs = accounting.rounded(problem.q_len, 64) * accounting.rounded(problem.kv_len, 64)
             workspace += 2.0 * problem.batch_size * problem.num_heads * pairs
@@ -151,7 +151,8 @@ def _why_no_graph(problem: AttentionProblem, deterministic: bool, device: int) -
     def laid_out(name: str) -> cudnn_graphs.Layout:
         heads = problem.num_kv_heads if name.endswith(("k", "v")) else problem.num_heads
         length = problem.kv_len if name.endswith(("k", "v")) else problem.q_len
-        width = 1 if name == "lse" else problem.head_dim
+        width = problem.v_dim if name.endswith(("v", "o")) else problem.head_dim
+        width = 1 if name == "lse" else width
         shape = (problem.batch_size, heads, length, width)
         return cudnn_graphs.layout(torch.empty(shape, dtype=dtype, device="meta"))
 

@@ -28,6 +28,7 @@ class FlashAttn4(FlashLibrary):
     modules: ClassVar[tuple[str, ...]] = ("flash_attn.cute.interface",)
     distribution: ClassVar[str] = "flash-attn-4"
     install: ClassVar[str] = "pip install flash-attn-4==4.0.0b36"
+    takes: ClassVar[frozenset[str]] = FlashLibrary.takes | {"value_dim"}
     needs: ClassVar[dict[str, tuple[str, ...]]] = {
         "_flash_attn_fwd": (*_SHARED, "return_lse"),
         "_flash_attn_bwd": (*_SHARED, "out", "dout", "lse"),
@@ -56,15 +57,19 @@ class FlashAttn4(FlashLibrary):
         if major in (8, 12) and banded_or_capped:
             # flash_fwd.py ends there with iterations that mask nothing, and "TODO: local".
             return f"takes no window or softcap on compute capability {major}.{minor}"
-        if major in (10, 11) and problem.head_dim == 256:
+        widths = problem.head_dim, problem.v_dim
+        if major in (10, 11) and widths in ((256, 256), (192, 128)):
             if problem.softcap is not None and problem.needs_grad:
-                return "has no gradients with a softcap at head_dim 256 on Blackwell"
+                return f"has no gradients with a softcap at head_dim {widths[0]} on Blackwell"
             return None
         reason = why_not_head_dim(problem.head_dim, 256 if major == 9 else 128)
-        if reason is None and problem.needs_grad and problem.head_dim % 32:
+        if reason is None and problem.v_dim % 8:
+            return f"takes values of a multiple of 8 columns, not {problem.v_dim}"
+        if reason is None and problem.needs_grad and any(width % 32 for width in widths):
             # 4.0.0b36 on an H200 gives a dq that is 1 off in relative error at head_dim 80, and
             # right ones at 64, 96, 128 and 256: records of head_dim_and_gqa in results/h200.
-            return f"gradients need a head_dim that is a multiple of 32, not {problem.head_dim}"
+            width = next(width for width in widths if width % 32)
+            return f"gradients need a head_dim that is a multiple of 32, not {width}"
         return reason
 
     def library_forward(

@@ -32,7 +32,7 @@ class Flex(Attention):
     """torch.nn.attention.flex_attention; blocks that the mask empties are skipped."""
 
     compiles: ClassVar[bool] = True
-    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift", "value_dim"))
 
     def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
         # FlexAttention's kernel for CPUs gives no log-sum-exp.

@@ -27,7 +27,7 @@ from kernels.registry import Look
 class Naive(DenseAttention):
     """Explicit softmax; autograd keeps the probabilities for the backward pass."""
 
-    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift", "value_dim"))
 
     def supports(self, problem: AttentionProblem) -> str | None:
         # A packed batch goes by way of the explicit passes, which know rows without any key.
@@ -57,10 +57,10 @@ class Naive(DenseAttention):
         """
         if problem.packed:
             return None
-        q, kv, _ = accounting.tensor_bytes(problem)
+        size = accounting.tensor_bytes(problem)
         rows = float(problem.batch_size * problem.num_heads * problem.q_len)
         pairs, columns = rows * problem.kv_len, rows * (problem.kv_len + problem.sinks)
-        element = q / (rows * problem.head_dim)
+        element = size.q / (rows * problem.head_dim)
         capped = pairs * (4.0 if problem.dtype == "float16" else element)
         if problem.softcap is None:
             capped = 0.0
@@ -68,9 +68,9 @@ class Naive(DenseAttention):
         softmax = 4.0 if widened else element
         masked = problem.causal or problem.window is not None
         mask = float(problem.q_len * problem.kv_len) if masked else 0.0
-        values = {"inputs": q + 2 * kv}
+        values = {"inputs": size.inputs}
         if problem.num_heads != problem.num_kv_heads:
-            values["expanded_keys"] = kv * problem.num_heads / problem.num_kv_heads
+            values["expanded_keys"] = size.k * problem.num_heads / problem.num_kv_heads
         if not problem.needs_grad:
             steps = [2 * pairs * element + 2 * mask]
             if problem.softcap is not None:
@@ -81,9 +81,9 @@ class Naive(DenseAttention):
                 steps.append(pairs * element + joined + inputs + columns * softmax)
             return values | {"scores": max(steps)}
         return values | {
-            "output": q,
-            "output_gradient": q,
-            "dv": kv,
+            "output": size.o,
+            "output_gradient": size.o,
+            "dv": size.v,
             "scores": 4 * columns * softmax + capped,
             "mask": mask,
         }

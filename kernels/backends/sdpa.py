@@ -61,7 +61,9 @@ class Sdpa(DenseAttention, Decoding):
         return self.kernel in KERNELS_WITH_LSE
 
     def takes_here(self, problem: AttentionProblem) -> frozenset[str]:
-        return self.takes if self.gives_lse else frozenset()
+        sinks = self.takes if self.gives_lse else frozenset()
+        # PyTorch's copy of FlashAttention-2 has kernels of one width alone.
+        return sinks if self.kernel == "flash" else sinks | {"value_dim"}
 
     def __post_init__(self) -> None:
         if self.kernel not in SDPA_KERNELS:
@@ -93,14 +95,14 @@ class Sdpa(DenseAttention, Decoding):
         kernel = self._predicted_kernel(problem)
         if problem.device != "cuda" or kernel == "math":
             return 0.0
-        q, kv, rows = accounting.tensor_bytes(problem)
+        size = accounting.tensor_bytes(problem)
         width = accounting.rounded(problem.head_dim, _SUM_WIDTHS[kernel])
-        workspace = rows + rows * width
+        workspace = size.lse * (1 + width)
         group_size = problem.num_heads // problem.num_kv_heads
         if group_size > 1:
-            workspace += 2 * kv * group_size
+            workspace += (size.k + size.v) * group_size
         if problem.num_heads > 1:
-            workspace += _NUM_COPIES[kernel] * q
+            workspace += _NUM_COPIES[kernel] * size.o
         return workspace
 
     def peak_memory(self, problem: AttentionProblem) -> dict[str, float] | None:
@@ -131,18 +133,18 @@ class Sdpa(DenseAttention, Decoding):
             "cudnn": torch.backends.cuda.can_use_cudnn_attention,
         }[self.kernel]
 
-        def tensor(heads: int) -> torch.Tensor:
+        def tensor(heads: int, width: int) -> torch.Tensor:
             # The verdict depends on dtype, head_dim and heads; a short sequence costs nothing.
             seq = min(problem.q_len, 128)
-            shape = (1, seq, heads, problem.head_dim)
+            shape = (1, seq, heads, width)
             dtype = getattr(torch, problem.dtype)
             x = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=problem.needs_grad)
             return x.transpose(1, 2)
 
         q, k, v = (
-            tensor(problem.num_heads),
-            tensor(problem.num_kv_heads),
-            tensor(problem.num_kv_heads),
+            tensor(problem.num_heads, problem.head_dim),
+            tensor(problem.num_kv_heads, problem.head_dim),
+            tensor(problem.num_kv_heads, problem.v_dim),
         )
         grouped = problem.num_heads != problem.num_kv_heads
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, problem.causal, grouped)

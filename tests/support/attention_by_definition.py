@@ -44,7 +44,7 @@ def attention_by_definition(
     batch_size, num_heads, q_len, _ = q.shape
     kv_len = k.shape[2]
     group_size = num_heads // k.shape[1]
-    o, dq, dk, dv = map(torch.zeros_like, (q, q, k, v))
+    o, dq, dk, dv = map(torch.zeros_like, (do, q, k, v))
     lse = torch.zeros(batch_size, num_heads, q_len, dtype=torch.float64)
     for b in range(batch_size):
         for h in range(num_heads):
@@ -95,6 +95,7 @@ SHAPES = {
     "more keys": {"q_len": 5, "kv_len": 33},
     "one query": {"q_len": 1, "kv_len": 33, "num_heads": 4},
     "fewer keys": {"q_len": 33, "kv_len": 5},
+    "narrow values": {"num_heads": 6, "head_dim": 24, "value_dim": 16},
     "two blocks": {"q_len": 130, "kv_len": 130, "batch_size": 1, "head_dim": 40},
 }
 
@@ -104,16 +105,16 @@ def tensors_of(problem: AttentionProblem) -> tuple[Tensor, ...]:
     """q, k, v, do: the same for every backend."""
     generator = torch.Generator().manual_seed(11)
 
-    def randn(heads: int, length: int) -> Tensor:
-        shape = (problem.batch_size, heads, length, problem.head_dim)
+    def randn(heads: int, length: int, width: int) -> Tensor:
+        shape = (problem.batch_size, heads, length, width)
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         return x.to(problem.device, getattr(torch, problem.dtype))
 
     return (
-        randn(problem.num_heads, problem.q_len),
-        randn(problem.num_kv_heads, problem.kv_len),
-        randn(problem.num_kv_heads, problem.kv_len),
-        randn(problem.num_heads, problem.q_len),
+        randn(problem.num_heads, problem.q_len, problem.head_dim),
+        randn(problem.num_kv_heads, problem.kv_len, problem.head_dim),
+        randn(problem.num_kv_heads, problem.kv_len, problem.v_dim),
+        randn(problem.num_heads, problem.q_len, problem.v_dim),
     )
 
 
@@ -148,7 +149,7 @@ def assert_close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:
 
 
 def require_support(backend: Attention, problem: AttentionProblem) -> None:
-    reason = backend.supports(problem)
+    reason = backend.why_unsupported(problem)
     if reason is not None:
         assert reason.strip(), "a backend says why"
         assert "\n" not in reason

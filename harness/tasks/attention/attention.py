@@ -48,6 +48,9 @@ class AttentionTask(Task):
     """Key and value heads for grouped queries; None means one per query head."""
     head_dim: int = 64
     """Width of one head (d)."""
+    value_dim: int | None = joined_later(None)
+    """Columns of values and of the output where they are fewer than ``head_dim``, as of 192 beside
+    128 in DeepSeek's latent attention; None means as many."""
     causal: bool = True
     """Whether a query sees only the keys up to its own position."""
     kv_len: int | None = joined_later(None)
@@ -87,12 +90,18 @@ class AttentionTask(Task):
     def validate(self, case: Case) -> None:
         require_choice("task.mode", self.mode, MODES)
         require_choice("task.packing", self.packing, PACKINGS)
-        for key in ("num_heads", "num_kv_heads", "head_dim", "kv_len", "measure_steps"):
+        sizes = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "kv_len", "measure_steps")
+        for key in sizes:
             value = getattr(self, key)
             if value is not None:
                 require_at_least(f"task.{key}", value, 1)
         require_at_least("task.warmup_steps", self.warmup_steps, 0)
         require_head_groups(self.num_heads, self.num_kv_heads)
+        if self.value_dim is not None and self.value_dim >= self.head_dim:
+            raise ValueError(
+                f"task.value_dim={self.value_dim}: must be less than task.head_dim="
+                f"{self.head_dim}; leave it out for values as wide as keys"
+            )
         if self.kv_len is not None and self.packing != "none":
             raise ValueError(
                 f"task.kv_len={self.kv_len}: a packed sequence has as many keys as queries; "
@@ -115,6 +124,11 @@ class AttentionTask(Task):
             raise ValueError(
                 f"parallel.tp={case.parallel.tp}: task=attention has no weights to split; set "
                 "task.num_heads= to those of one rank, or use task=train_step"
+            )
+        if case.parallel.cp > 1 and self.value_dim is not None:
+            raise ValueError(
+                f"task.value_dim={self.value_dim}: a sequence that is split over parallel.cp="
+                f"{case.parallel.cp} ranks has values as wide as its keys; leave it out"
             )
         if case.parallel.cp > 1 and self.kv_len is not None:
             raise ValueError(
@@ -145,6 +159,7 @@ class AttentionTask(Task):
     def words(self) -> list[str]:
         found = [self.packing] if self.packing != "none" else []
         found += [f"kv{self.kv_len}"] if self.kv_len is not None else []
+        found += [f"values_{self.value_dim}"] if self.value_dim is not None else []
         found += ["torch_compile"] if self.compile else []
         return found + (["cuda_graph"] if self.cuda_graph else [])
 
@@ -170,6 +185,7 @@ class AttentionTask(Task):
             needs_grad=self.mode != "forward",
             cp=case.parallel.cp,
             autocast=case.precision.autocast is not None,
+            value_dim=self.value_dim,
             **mask_options(case.attention),
         )
         if self.packing == "none":

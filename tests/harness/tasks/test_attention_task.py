@@ -199,6 +199,21 @@ class TestRun:
         assert outcome.check is not None
         assert max(outcome.check["errors"].values()) < 1e-5
 
+    @pytest.mark.parametrize("packing", ["none", "ragged"])
+    def test_values_narrower_than_keys(self, packing: str) -> None:
+        case = make_case("attention=naive", "task.value_dim=8", f"task.packing={packing}")
+        outcome = run(case).outcome
+        assert outcome.check is not None
+        assert max(outcome.check["errors"].values()) < 1e-5
+        wide = make_case("attention=naive", f"task.packing={packing}")
+        work, of_wide = case.task.work(case), wide.task.work(wide)
+        assert work["forward"].flops == 0.75 * of_wide["forward"].flops
+        assert work["backward"].flops == 0.8 * of_wide["backward"].flops
+
+    def test_who_cannot_take_narrower_values_says_so(self) -> None:
+        case = make_case("attention=sdpa_flash", "task.value_dim=8")
+        assert why_unsupported(case) == "takes no values of 8 columns beside keys of 16"
+
 
 class Graph:
     """Stands in for a CUDA graph: a replay reads the inputs and writes the results in place."""
@@ -388,6 +403,7 @@ class TestNames:
         assert case.slug == "attention-forward_backward-naive-fp32-b3-s64-ragged-torch_compile-cpu"
         assert case.title.endswith("x 4:2 heads of 16 ragged torch_compile")
         assert "kv100" in make_case("task.kv_len=100").slug
+        assert make_case("task.value_dim=8").title.endswith("x 4:2 heads of 16 values_8")
 
     def test_the_usual_ones_do_not(self) -> None:
         assert (
@@ -403,6 +419,12 @@ class TestNames:
         (["task.kv_len=0"], ["task.kv_len=0:", "at least 1"]),
         (["task.kv_len=32"], ["task.kv_len=32:", "seq_len=64"]),
         (["task.kv_len=100", "task.packing=equal"], ["task.kv_len=100:", "task.packing=none"]),
+        (["task.value_dim=0"], ["task.value_dim=0:", "at least 1"]),
+        (["task.value_dim=16"], ["task.value_dim=16:", "task.head_dim=16"]),
+        (
+            ["task.value_dim=8", "attention=ring", "parallel.cp=2"],
+            ["task.value_dim=8:", "parallel.cp=2"],
+        ),
         (["task.compile=maybe"], ["task.compile=maybe:", "bool"]),
     ],
     ids=" ".join,
