@@ -113,10 +113,11 @@ def forward_into(call: FlashCall, o: Tensor) -> Tensor:
     """lse of a call whose o goes into a tensor that there is; raises ValueError if it has no room.
 
     Args:
-        o: in the shape, dtype and device of q; its elements do not overlap.
+        o: in the shape that o has, and q's dtype and device; its elements do not overlap.
     """
     problem = call.problem()
-    check_room(call.q, o, "o")
+    q = call.q
+    check_room(q if problem.value_dim is None else q[..., : problem.v_dim], o, "o")
     if not _has_dense_rows(o):
         part, lse = forward_of(problem, call)
         o.copy_(part)
@@ -134,7 +135,7 @@ def forward_of(
     """o and lse of a call that ``problem`` describes; fills a ``rest`` of :func:`empty_rest`."""
     packing = call.spec.packing
     if accumulator is None:
-        o = empty_like(call.q) if o is None else o
+        o = empty_o(call.q, problem.value_dim) if o is None else o
         lse = empty_lse(call.q, packing is not None)
     else:
         o, lse = _writable(accumulator[0]), accumulator[1].contiguous()
@@ -168,7 +169,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, as :func:`kernels.flash.operator.backward` returns them."""
     problem = call.problem()
-    check_gradient(do, call.q, o, lse, dlse, packed=problem.packed)
+    check_gradient(do, call.q, o, lse, dlse, v_dim=problem.v_dim, packed=problem.packed)
     return backward_of(problem, call, do, o, lse, dlse, rest)
 
 
@@ -177,7 +178,7 @@ def backward_into(
 ) -> None:
     """dq, dk and dv, into tensors that there are, each like ``o`` of :func:`forward_into`."""
     problem = call.problem()
-    check_gradient(do, call.q, o, lse, packed=problem.packed)
+    check_gradient(do, call.q, o, lse, v_dim=problem.v_dim, packed=problem.packed)
     for name, x, into in zip("qkv", (call.q, call.k, call.v), gradients, strict=True):
         check_room(x, into, f"d{name}")
     if all(map(_has_dense_rows, gradients)):
@@ -253,10 +254,11 @@ def query_gradient(
     Raises:
         ValueError: do, o or lse do not fit q.
     """
-    found = _that_sums(tuple(blocks), q.shape, k.shape[1], q.dtype, q.device, options)
+    v_dim = do.shape[-1]
+    found = _that_sums(tuple(blocks), q.shape, k.shape[1], v_dim, q.dtype, q.device, options)
     if found is None:
         return None
-    check_gradient(do, q, o, lse, packed=False)
+    check_gradient(do, q, o, lse, v_dim=v_dim, packed=False)
     do, q, o = (x if _has_dense_rows(x) else x.contiguous() for x in (do, q, o))
     gradient: QueryGradient = found(do, q, o, lse.contiguous(), empty_like(q), options)
     return gradient
@@ -267,6 +269,7 @@ def _that_sums(
     blocks: tuple[QueryBlock, ...],
     q_shape: torch.Size,
     num_kv_heads: int,
+    v_dim: int,
     dtype: torch.dtype,
     device: torch.device,
     options: FlashOptions,
@@ -282,7 +285,7 @@ def _that_sums(
                 (num_kv_heads, block.num_keys),
             )
         )
-        call = FlashCall(q=q, k=k, v=k, spec=block.spec, options=options)
+        call = FlashCall(q=q, k=k, v=k[..., :v_dim], spec=block.spec, options=options)
         problems.append(replace(call.problem(), device=device))
     chosen = {_choose(problem, options.implementation, "backward") for problem in problems}
     if len(chosen) != 1:
@@ -302,9 +305,15 @@ def _as_batch(packing: Packing | None, *tensors: Tensor) -> Sequence[Tensor]:
     return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
 
 
-def empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
-    """o and lse to be filled, in shapes and strides that follow from q."""
-    return empty_like(q), empty_lse(q, packed)
+def empty_results(q: Tensor, v: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    """o and lse to be filled, in shapes and strides that follow from q and from v's columns."""
+    value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
+    return empty_o(q, value_dim), empty_lse(q, packed)
+
+
+def empty_o(q: Tensor, value_dim: int | None) -> Tensor:
+    """The first of :func:`empty_results`; ``value_dim`` is :class:`Problem`'s."""
+    return empty_like(q if value_dim is None else q[..., :value_dim])
 
 
 def empty_lse(q: Tensor, packed: bool) -> Tensor:

@@ -37,7 +37,8 @@ def flash_attention(
     Args:
         q: [B, H, S, D], or with ``packing`` [T, H, D]; float32, float16 or bfloat16, and under
             torch.autocast cast to its dtype, as PyTorch's attention does.
-        k, v: [B, H_kv, S_k, D] or [T_k, H_kv, D]; H_kv divides H.
+        k, v: [B, H_kv, S_k, D] or [T_k, H_kv, D]; H_kv divides H. v may have fewer columns, which
+            o has then.
         causal: query i sees keys 0 .. i + S_k - S.
         window: keys as far as this from query i's own position i + S_k - S, or farther, are
             hidden: with ``causal`` it sees its own key and window - 1 before.
@@ -177,7 +178,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         call = FlashCall(q=q, k=k, v=v, spec=spec, options=options)
         problem = call.problem()
-        has_node = _has_native_form(spec) and not return_lse
+        has_node = _has_native_form(spec) and problem.value_dim is None and not return_lse
         is_required = options.autograd == "native" and has_node
         if is_required and (reason := native.why_not()) is not None:
             raise ValueError(f"flash attention: autograd=native: {reason}")
@@ -245,9 +246,10 @@ def _sinks_gradient(
 class FlashAttentionTriton(torch.autograd.Function):
     """FlashAttention-2 as CS336 assignment 2 asks for it: ``apply(Q, K, V, is_causal)``.
 
-    Q, K, V are [batch, seq, d] or [batch, heads, seq, d], and the scale is 1/sqrt(d). Besides Q,
-    K, V and O it saves one tensor, the log-sum-exp, of shape ``Q.shape[:-1]``; at scores of
-    thousands :func:`flash_attention` has the better float32 gradients, since it keeps more of it.
+    Q, K, V are [batch, seq, d] or [batch, heads, seq, d], and the scale is 1/sqrt(d); V and O may
+    have fewer columns. Besides Q, K, V and O it saves one tensor, the log-sum-exp, of shape
+    ``Q.shape[:-1]``; at scores of thousands :func:`flash_attention` has the better float32
+    gradients, since it keeps more of it.
     """
 
     @staticmethod
@@ -257,7 +259,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         q, k, v = (_with_heads(x) for x in (Q, K, V))
         call = _course_call(q, k, v, is_causal)
         o, lse = operator.forward(call)
-        O, L = o.view(Q.shape), lse.view(Q.shape[:-1])  # noqa: E741
+        O, L = o.view(*Q.shape[:-1], V.shape[-1]), lse.view(Q.shape[:-1])  # noqa: E741
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.is_causal = is_causal
         return O

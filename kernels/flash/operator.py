@@ -28,7 +28,7 @@ from kernels.problem import AttentionSpec, Packing
 def forward(
     call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H, S, D] and lse [B, H, S] float32; packed, [T, H, D] and [H, T].
+    """o [B, H, S, Dv] and lse [B, H, S] float32; packed, [T, H, Dv] and [H, T].
 
     Args:
         accumulator: float32 (o, lse) of other keys to continue from. The result, float32 too,
@@ -166,7 +166,7 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         o, lse = torch.empty_like(earlier_o), torch.empty_like(earlier_lse)
         return o, lse, lse.new_empty(0)
     packed = call.spec.packing is not None
-    o, lse = empty_results(call.q, packed)
+    o, lse = empty_results(call.q, call.v, packed)
     rest = empty_rest(call.q, packed)
     return o, lse, lse.new_empty(0) if rest is None else rest
 

@@ -18,6 +18,8 @@ Loop structure.
 - ``backward_dq_kernel``: one program owns a tile of queries of one head and walks over key
   tiles exactly as the forward kernel does.
 
+v, o, do and dv have VALUE_DIM columns, which may be fewer than HEAD_DIM, as in latent attention.
+
 With ``chunk_rows`` a program of the last two walks over one chunk of its loop only, and gradients
 get an axis of chunks, over which ``sum_kernel`` sums (:mod:`kernels.flash.any_gpu.chunks`).
 """
@@ -59,8 +61,8 @@ def row_terms_kernel(
     num_heads,
     q_len,
     num_q_tiles,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     HAS_DLSE: tl.constexpr,
     NATURAL: tl.constexpr,
@@ -74,8 +76,8 @@ def row_terms_kernel(
     do_ptr += head_offset(batch, head, q_start, do_stride_b, do_stride_h, do_stride_s)
     row_offset = tl.cast(tl.program_id(0) // num_q_tiles, tl.int64) * q_len + q_start
 
-    o = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    o = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV, True)
+    do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV, True)
     rows = tl.arange(0, BLOCK_Q)
     inside = rows < rows_left
     lse = tl.load(lse_ptr + row_offset + rows, mask=inside, other=0.0)
@@ -139,6 +141,8 @@ def backward_dkv_kernel(
     softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -150,7 +154,7 @@ def backward_dkv_kernel(
 ):
     """dk, dv of one tile of keys; grid: num_k_tiles * num_kv_heads * batch (or sequences), chunks.
 
-    ``chunk_stride`` is that of the chunks of queries in dk and in dv, if there are any.
+    ``chunk_stride`` is that of the chunks of queries in dk, if there are any.
     """
     # Under a causal mask the first keys are seen by the most queries: already longest first.
     tile = tl.program_id(0) % num_k_tiles
@@ -170,9 +174,9 @@ def backward_dkv_kernel(
 
     # Keys past the end are zeros; what they collect stays in their own rows, never stored.
     k = load_tile(k_ptr, k_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D, True)
-    v = load_tile(v_ptr, v_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D, True)
+    v = load_tile(v_ptr, v_stride_s, keys_left, BLOCK_K, VALUE_DIM, BLOCK_DV, True)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
 
     # Key j is seen by the queries from first_query[j] on, and under a window to before
     # end_query[j].
@@ -216,7 +220,7 @@ def backward_dkv_kernel(
             full_end = within_chunk(full_end, chunk, chunk_rows)
             stop = within_chunk(stop, chunk, chunk_rows)
             dk_ptr += tl.cast(chunk, tl.int64) * chunk_stride
-            dv_ptr += tl.cast(chunk, tl.int64) * chunk_stride
+            dv_ptr += tl.cast(chunk, tl.int64) * _of_values(chunk_stride, HEAD_DIM, VALUE_DIM)
         # Cut tiles lie at the diagonal, and at the end if the last tile is not a whole one.
         num_at_diagonal = tl.cdiv(tl.minimum(full_start, stop) - cut_start, BLOCK_Q)
         last_start = tl.maximum(full_start, full_end)
@@ -239,18 +243,18 @@ def backward_dkv_kernel(
             dk, dv = _add_queries(
                 dk, dv, k, v, q_head, do_head, lse_head, rest_head, dots_head, q_stride_s,
                 do_stride_s, q_start, q_len, first_query, end_query, scale, softcap, CAUSAL, True,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, NATURAL, PRECISION, UPCAST,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_Q, NATURAL, PRECISION, UPCAST,
             )  # fmt: skip
         for q_start in range(full_start, full_end, BLOCK_Q):
             q_start = tl.multiple_of(q_start, BLOCK_Q)
             dk, dv = _add_queries(
                 dk, dv, k, v, q_head, do_head, lse_head, rest_head, dots_head, q_stride_s,
                 do_stride_s, q_start, q_len, first_query, end_query, scale, softcap, CAUSAL, False,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, NATURAL, PRECISION, UPCAST,
+                HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_Q, NATURAL, PRECISION, UPCAST,
             )  # fmt: skip
 
     store_tile(dk * scale, dk_ptr, dk_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D)
-    store_tile(dv, dv_ptr, dv_stride_s, keys_left, BLOCK_K, HEAD_DIM, BLOCK_D)
+    store_tile(dv, dv_ptr, dv_stride_s, keys_left, BLOCK_K, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -276,6 +280,8 @@ def _add_queries(
     MASKED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -290,7 +296,7 @@ def _add_queries(
     )  # fmt: skip
     do = load_tile(
         do_ptr + tl.cast(q_start, tl.int64) * do_stride_s,
-        do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED,
+        do_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV, MASKED,
     )  # fmt: skip
     if MASKED:
         row_lse = tl.load(row_lse_ptr + queries, mask=queries < q_len, other=float("inf"))
@@ -371,6 +377,8 @@ def backward_dq_kernel(
     softcap,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -404,7 +412,7 @@ def backward_dq_kernel(
     rows = tl.arange(0, BLOCK_Q)
     inside = rows < rows_left
     q = load_tile(q_ptr, q_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(do_ptr, do_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV, True)
     row_lse = tl.load(row_lse_ptr + row_offset + rows, mask=inside, other=float("inf"))
     rest = row_lse
     if NATURAL:
@@ -425,17 +433,20 @@ def backward_dq_kernel(
         dq = _add_keys(
             dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, start,
             tl.minimum(full_start, stop), first_seen, end_seen, kv_len, scale, softcap, True,
-            window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+            window is not None, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_K, NATURAL, PRECISION,
+            UPCAST,
         )  # fmt: skip
     dq = _add_keys(
         dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_start,
         full_end, first_seen, end_seen, kv_len, scale, softcap, False,
-        window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        window is not None, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_K, NATURAL, PRECISION,
+        UPCAST,
     )  # fmt: skip
     dq = _add_keys(
         dq, q, do, row_lse, rest, row_dots, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end,
         stop, first_seen, end_seen, kv_len, scale, softcap, True,
-        window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        window is not None, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_K, NATURAL, PRECISION,
+        UPCAST,
     )  # fmt: skip
     store_tile(dq * scale, dq_ptr, dq_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
 
@@ -463,6 +474,8 @@ def _add_keys(
     WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -477,7 +490,7 @@ def _add_keys(
         )  # fmt: skip
         v = load_tile(
             v_ptr + tl.cast(k_start, tl.int64) * v_stride_s,
-            v_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
+            v_stride_s, kv_len - k_start, BLOCK_K, VALUE_DIM, BLOCK_DV, MASKED,
         )  # fmt: skip
         scores = dot(q, tl.trans(k), None, PRECISION, UPCAST)
         unit_scale = scale if NATURAL else scale * LOG2_E
@@ -523,31 +536,36 @@ def sum_kernel(
     num_chunks,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """One or two gradients, summed over chunks, the first chunk first.
 
-    Grid: num_tiles * num_heads * batch, gradients. Their parts [chunks, B, H, S, D] are contiguous.
+    Grid: num_tiles * num_heads * batch, gradients. Their parts [chunks, B, H, S, D] are contiguous;
+    the second has VALUE_DIM columns. ``chunk_stride`` is the first one's.
     """
     start = tl.program_id(0) % num_tiles * ROWS
     head = (tl.program_id(0) // num_tiles) % num_heads
     batch = tl.program_id(0) // num_tiles // num_heads
     rows_left = num_rows - start
-    part = (tl.cast(tl.program_id(0) // num_tiles, tl.int64) * num_rows + start) * HEAD_DIM
+    row = tl.cast(tl.program_id(0) // num_tiles, tl.int64) * num_rows + start
     if tl.program_id(1) == 0:
         into = first_ptr
         into += head_offset(batch, head, start, first_stride_b, first_stride_h, first_stride_s)
         total = _sum_of(
-            first_parts_ptr + part, chunk_stride, num_chunks, rows_left, HEAD_DIM, BLOCK_D, ROWS
-        )
+            first_parts_ptr + row * HEAD_DIM, chunk_stride, num_chunks, rows_left, HEAD_DIM,
+            BLOCK_D, ROWS,
+        )  # fmt: skip
         store_tile(total, into, first_stride_s, rows_left, ROWS, HEAD_DIM, BLOCK_D)
     else:
         into = second_ptr
         into += head_offset(batch, head, start, second_stride_b, second_stride_h, second_stride_s)
         total = _sum_of(
-            second_parts_ptr + part, chunk_stride, num_chunks, rows_left, HEAD_DIM, BLOCK_D, ROWS
-        )
-        store_tile(total, into, second_stride_s, rows_left, ROWS, HEAD_DIM, BLOCK_D)
+            second_parts_ptr + row * VALUE_DIM, _of_values(chunk_stride, HEAD_DIM, VALUE_DIM),
+            num_chunks, rows_left, VALUE_DIM, BLOCK_DV, ROWS,
+        )  # fmt: skip
+        store_tile(total, into, second_stride_s, rows_left, ROWS, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -566,3 +584,11 @@ def _sum_of(
         part_ptr = parts_ptr + tl.cast(chunk, tl.int64) * chunk_stride
         total += load_tile(part_ptr, HEAD_DIM, rows_left, ROWS, HEAD_DIM, BLOCK_D, True)
     return total
+
+
+@triton.jit
+def _of_values(chunk_stride, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """The stride of chunks of dv, of that of chunks of dk."""
+    if VALUE_DIM != HEAD_DIM:
+        chunk_stride = chunk_stride // HEAD_DIM * VALUE_DIM
+    return chunk_stride

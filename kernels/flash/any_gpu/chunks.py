@@ -93,21 +93,22 @@ def forward_workspace(call: AttentionProblem, precision: str) -> float:
     if size is None:
         return 0.0
     rows = num_chunks(problem, "forward", size) * problem.batch_size * problem.num_heads
-    return 4.0 * rows * problem.q_len * (problem.head_dim + 2)
+    return 4.0 * rows * problem.q_len * (problem.v_dim + 2)
 
 
 def backward_workspace(call: AttentionProblem, precision: str) -> float:
     """The same of the chunks' gradients: those of dk and dv, or of dq, which come after them."""
     problem = _as_run(call, precision)
     found = [0.0]
-    for kernel, num_results in (("backward_dkv", 2), ("backward_dq", 1)):
+    both = problem.head_dim + problem.v_dim
+    for kernel, columns in (("backward_dkv", both), ("backward_dq", problem.head_dim)):
         tiles, _ = configs.without_search(kernel, problem)
         tile_rows = tiles.block_k if kernel == "backward_dkv" else tiles.block_q
         size = chunk_rows(problem, kernel, tile_rows)
         if size is not None:
             owned, _, heads = _lengths(problem, kernel)
             rows = num_chunks(problem, kernel, size) * problem.batch_size * heads * owned
-            found.append(4.0 * num_results * rows * problem.head_dim)
+            found.append(4.0 * rows * columns)
     return max(found)
 
 
@@ -137,4 +138,5 @@ def _as_run(call: AttentionProblem, precision: str) -> Problem:
         prefix_len=call.prefix_len,
         shift=call.shift,
         softcap=call.softcap,
+        value_dim=call.value_dim,
     )

@@ -30,6 +30,9 @@ With ``chunk_rows`` a program walks over one chunk of the keys only, and leaves 
 A program's queries of a grouped head read the keys of head // GROUP_SIZE; keys are never
 expanded. Under a causal mask programs with the most keys are started first, so that the last
 wave of the grid is a short one.
+
+v and o have VALUE_DIM columns, padded to BLOCK_DV, which may be fewer than HEAD_DIM, those of q
+and k, as in latent attention.
 """
 
 # Triton's types are not Python's.
@@ -99,6 +102,8 @@ def forward_kernel(
     SCALE_SIGN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -148,12 +153,12 @@ def forward_kernel(
         seen_before = lse != float("-inf")
         m = lse if NATURAL else lse * LOG2_E
         l = tl.where(seen_before, 1.0, 0.0)  # noqa: E741
-        acc = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+        acc = load_tile(o_ptr, o_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV, True)
         acc = tl.where(seen_before[:, None], acc, 0.0)
     else:
         m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
-        acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
 
     first_seen, end_seen, start, full_start, full_end, stop = visible_keys(
         q_start, q_len, kv_len, window, prefix_len, shift, BLOCK_Q, BLOCK_K, CAUSAL
@@ -167,17 +172,20 @@ def forward_kernel(
         acc, m, l = _visit_keys(  # noqa: E741
             acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, start,
             tl.minimum(full_start, stop), first_seen, end_seen, kv_len, unit_scale, softcap,
-            True, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+            True, window is not None, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_K, NATURAL,
+            PRECISION, UPCAST,
         )  # fmt: skip
     acc, m, l = _visit_keys(  # noqa: E741
         acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_start, full_end, first_seen,
         end_seen, kv_len, unit_scale, softcap,
-        False, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        False, window is not None, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_K, NATURAL,
+        PRECISION, UPCAST,
     )  # fmt: skip
     acc, m, l = _visit_keys(  # noqa: E741
         acc, m, l, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, stop, first_seen,
         end_seen, kv_len, unit_scale, softcap,
-        True, window is not None, HEAD_DIM, BLOCK_D, BLOCK_K, NATURAL, PRECISION, UPCAST,
+        True, window is not None, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_DV, BLOCK_K, NATURAL,
+        PRECISION, UPCAST,
     )  # fmt: skip
 
     if chunk_rows is not None:
@@ -186,11 +194,11 @@ def forward_kernel(
         rest_ptr += tl.cast(chunk, tl.int64) * lse_stride_c
         tl.store(lse_ptr + rows, m, mask=rows < rows_left)
         tl.store(rest_ptr + rows, l, mask=rows < rows_left)
-        store_tile(acc, o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
+        store_tile(acc, o_ptr, o_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV)
     else:
         _finish(
-            acc, m, l, o_ptr, lse_ptr, rest_ptr, o_stride_s, rows_left, HEAD_DIM, BLOCK_D, BLOCK_Q,
-            NATURAL, GIVES_REST,
+            acc, m, l, o_ptr, lse_ptr, rest_ptr, o_stride_s, rows_left, VALUE_DIM, BLOCK_DV,
+            BLOCK_Q, NATURAL, GIVES_REST,
         )  # fmt: skip
 
 
@@ -210,15 +218,15 @@ def merge_kernel(
     q_len,
     num_q_tiles,
     num_chunks,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     NATURAL: tl.constexpr,
     GIVES_REST: tl.constexpr,
 ):
     """o, lse of one tile of queries from all chunks; grid: num_q_tiles * num_heads * batch.
 
-    m, l [chunks, B, H, S] and acc, which has a last axis of HEAD_DIM more, are contiguous, like
+    m, l [chunks, B, H, S] and acc, which has a last axis of VALUE_DIM more, are contiguous, like
     lse; ``rows_of_chunk`` is B * H * S.
     """
     q_start = tl.program_id(0) % num_q_tiles * BLOCK_Q
@@ -229,18 +237,18 @@ def merge_kernel(
     o_ptr += head_offset(batch, head, q_start, o_stride_b, o_stride_h, o_stride_s)
 
     rows = tl.arange(0, BLOCK_Q)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_DV)
     inside = rows < rows_left
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)  # noqa: E741
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for chunk in range(num_chunks):
         chunk_row = tl.cast(chunk, tl.int64) * rows_of_chunk + row
         m_chunk = tl.load(m_ptr + chunk_row + rows, mask=inside, other=float("-inf"))
         l_chunk = tl.load(l_ptr + chunk_row + rows, mask=inside, other=0.0)
         # Half of the chunks are past the diagonal of a causal mask: nothing is read of those.
-        pointers = acc_ptr + (chunk_row + rows)[:, None] * HEAD_DIM + columns[None, :]
-        is_needed = (l_chunk != 0.0)[:, None] & (columns[None, :] < HEAD_DIM)
+        pointers = acc_ptr + (chunk_row + rows)[:, None] * VALUE_DIM + columns[None, :]
+        is_needed = (l_chunk != 0.0)[:, None] & (columns[None, :] < VALUE_DIM)
         acc_chunk = tl.load(pointers, mask=is_needed, other=0.0)
         m_new = tl.maximum(m, m_chunk)
         # Minus infinity less itself is not a number.
@@ -251,7 +259,7 @@ def merge_kernel(
         acc = acc * before[:, None] + acc_chunk * added[:, None]
         m = m_new
     _finish(
-        acc, m, l, o_ptr, lse_ptr + row, rest_ptr + row, o_stride_s, rows_left, HEAD_DIM, BLOCK_D,
+        acc, m, l, o_ptr, lse_ptr + row, rest_ptr + row, o_stride_s, rows_left, VALUE_DIM, BLOCK_DV,
         BLOCK_Q, NATURAL, GIVES_REST,
     )  # fmt: skip
 
@@ -266,8 +274,8 @@ def _finish(
     rest_ptr,
     o_stride_s,
     rows_left,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     NATURAL: tl.constexpr,
     GIVES_REST: tl.constexpr,
@@ -284,7 +292,7 @@ def _finish(
     if GIVES_REST:
         rest = tl.where(no_key, 0.0, rounded_away(m, log_l, lse))
         tl.store(rest_ptr + rows, rest, mask=rows < rows_left)
-    store_tile(acc / l[:, None], o_ptr, o_stride_s, rows_left, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    store_tile(acc / l[:, None], o_ptr, o_stride_s, rows_left, BLOCK_Q, VALUE_DIM, BLOCK_DV)
 
 
 @triton.jit
@@ -308,6 +316,8 @@ def _visit_keys(
     WINDOWED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NATURAL: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -348,7 +358,7 @@ def _visit_keys(
         acc = acc * correction[:, None]
         v = load_tile(
             v_ptr + tl.cast(k_start, tl.int64) * v_stride_s,
-            v_stride_s, kv_len - k_start, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED,
+            v_stride_s, kv_len - k_start, BLOCK_K, VALUE_DIM, BLOCK_DV, MASKED,
         )  # fmt: skip
         acc = dot(p.to(v.dtype), v, acc, PRECISION, UPCAST)
         m = m_new

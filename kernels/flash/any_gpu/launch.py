@@ -23,7 +23,7 @@ from kernels.flash.any_gpu.backward import (
 from kernels.flash.any_gpu.configs import TileConfig
 from kernels.flash.any_gpu.forward import forward_kernel, merge_kernel
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
-from kernels.flash.call.problem import Problem, why_not_split
+from kernels.flash.call.problem import Problem, padded, why_not_split
 from kernels.launching.prepared import PlannedPass, PreparedLaunch, Step, planned, run
 from kernels.problem import Packing
 
@@ -140,7 +140,7 @@ def _plan_forward(call: ForwardPass, config: TileConfig) -> _Plan:
         # Sums, and of each row the maximum and the total that they are of.
         parts = (num_chunks, *o.shape), (num_chunks, *lse.shape), (num_chunks, *lse.shape)
         # Those of contiguous tensors, and of the chunks before them.
-        row = problem.head_dim
+        row = problem.v_dim
         o_strides = (row * lse.stride(0), row * lse.stride(1), row, row * lse.numel())
         lse_strides = (lse.stride(0), lse.stride(1), lse.numel())
     num_q_tiles = -(-problem.q_len // config.block_q)
@@ -169,8 +169,8 @@ def _plan_merge(call: ForwardPass, num_chunks: int) -> PreparedLaunch:
         merge_kernel,
         (num_q_tiles * problem.num_heads * problem.batch_size, 1, 1),
         {
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_D": problem.block_d,
+            "VALUE_DIM": problem.v_dim,
+            "BLOCK_DV": padded(problem.v_dim),
             "BLOCK_Q": _MERGE_BLOCK_Q,
             "NATURAL": _is_natural(problem),
             "GIVES_REST": call.rest is not None,
@@ -296,10 +296,10 @@ def _plan_backward(
         num_chunks = chunks.num_chunks(problem, name, chunk_rows)
         total = _plan_sum(problem, results, num_chunks)
         parts = tuple((num_chunks, *x.shape) for x in results)
-        row = problem.head_dim
         chunk_stride = results[0].numel()
         # Those of contiguous tensors.
-        result_strides = [(row * owned * num_heads, row * owned, row)] * len(results)
+        rows = [x.shape[-1] for x in results]
+        result_strides = [(row * owned * num_heads, row * owned, row) for row in rows]
     given = (call.q, call.k, call.v, call.do)
     kernel = PreparedLaunch(
         backward_dkv_kernel if of_keys else backward_dq_kernel,
@@ -316,12 +316,19 @@ def _plan_backward(
 
 
 def _plan_sum(problem: Problem, results: Sequence[Tensor], num_chunks: int) -> PreparedLaunch:
-    batch_size, num_heads, num_rows, _ = results[0].shape
+    batch_size, num_heads, num_rows, columns = results[0].shape
+    last_columns = results[-1].shape[-1]
     num_tiles = -(-num_rows // _SUM_ROWS)
     return PreparedLaunch(
         sum_kernel,
         (num_tiles * num_heads * batch_size, len(results), 1),
-        {"HEAD_DIM": problem.head_dim, "BLOCK_D": problem.block_d, "ROWS": _SUM_ROWS},
+        {
+            "HEAD_DIM": columns,
+            "BLOCK_D": padded(columns),
+            "VALUE_DIM": last_columns,
+            "BLOCK_DV": padded(last_columns),
+            "ROWS": _SUM_ROWS,
+        },
         integers=(*_strides(problem, results[0]), *_strides(problem, results[-1]),
                   results[0].numel(), num_heads, num_rows, num_tiles, num_chunks),
     )  # fmt: skip
@@ -351,8 +358,8 @@ def _plan_row_terms(call: BackwardPass) -> PreparedLaunch:
         row_terms_kernel,
         (num_q_tiles * num_heads * batch_size, 1, 1),
         {
-            "HEAD_DIM": problem.head_dim,
-            "BLOCK_D": problem.block_d,
+            "VALUE_DIM": problem.v_dim,
+            "BLOCK_DV": padded(problem.v_dim),
             "BLOCK_Q": _ROW_TERMS_BLOCK_Q,
             "HAS_DLSE": call.dlse is not None,
             "NATURAL": _is_natural(problem),
@@ -386,6 +393,8 @@ def _constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": problem.block_d,
+        "VALUE_DIM": problem.v_dim,
+        "BLOCK_DV": padded(problem.v_dim),
         "GROUP_SIZE": problem.group_size,
         "BLOCK_Q": config.block_q,
         "BLOCK_K": config.block_k,

@@ -1,6 +1,6 @@
 """Building blocks of the Triton kernels: addresses of a tile, load, store, dot product.
 
-A tile is a block of consecutive rows (queries or keys of one head) times all of head_dim,
+A tile is a block of consecutive rows (queries or keys of one head) times all of its columns,
 padded to a power of two. Offsets to a tile's first row are 64-bit, since a tensor may have
 more than 2^31 elements; offsets inside a tile are 32-bit.
 """

@@ -29,8 +29,8 @@ class FlashOptions:
     """Search for tile sizes if none are known for these shapes."""
     autograd: str = "auto"
     """The autograd node: compiled (``native``), ``python``, or ``auto`` for native where it can be
-    built. Masks other than a causal one, packed batches, and calls that return lse, are
-    Python's."""
+    built. Masks other than a causal one, packed batches, values narrower than keys, and calls
+    that return lse, are Python's."""
 
 
 DEFAULT_OPTIONS = FlashOptions()
@@ -43,8 +43,9 @@ class FlashCall:
     q: Tensor
     """[B, H, S, D], or of a packed batch [T, H, D]."""
     k: Tensor
-    """[B, H_kv, S_k, D] or [T_k, H_kv, D], like v; H_kv divides H."""
+    """[B, H_kv, S_k, D] or [T_k, H_kv, D]; H_kv divides H."""
     v: Tensor
+    """Like k, or narrower: [B, H_kv, S_k, Dv] or [T_k, H_kv, Dv], as o and do are then."""
     spec: AttentionSpec
     """Mask, scale and cap of the scores, and the packing of a packed batch; sinks play no part."""
     options: FlashOptions = DEFAULT_OPTIONS

@@ -54,6 +54,13 @@ class Problem:
     shift: int = 0
     softcap: float | None = None
     """Of :class:`kernels.problem.AttentionSpec`."""
+    value_dim: int | None = None
+    """Columns of v and o where they are fewer than head_dim, as latent attention has them."""
+
+    @property
+    def v_dim(self) -> int:
+        """Columns of v and o."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def mask(self) -> Mask:
@@ -73,11 +80,16 @@ class Problem:
     @property
     def block_d(self) -> int:
         """head_dim as the kernels pad it: a power of two, at least 16."""
-        return max(16, 1 << (self.head_dim - 1).bit_length())
+        return padded(self.head_dim)
 
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+
+def padded(columns: int) -> int:
+    """The columns that a tile of so many has: a power of two, at least 16."""
+    return max(16, 1 << (columns - 1).bit_length())
 
 
 def validate(
@@ -176,11 +188,19 @@ def _triton_precisions() -> tuple[str, ...]:
 
 
 def check_gradient(
-    do: Tensor, q: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None, *, packed: bool
+    do: Tensor,
+    q: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    v_dim: int,
+    packed: bool,
 ) -> None:
     """Raise ValueError unless the backward pass's arguments fit the forward pass's."""
     lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    for name, x, shape in (("do", do, q.shape), ("o", o, q.shape), ("lse", lse, lse_shape)):
+    o_shape = (*q.shape[:-1], v_dim)
+    for name, x, shape in (("do", do, o_shape), ("o", o, o_shape), ("lse", lse, lse_shape)):
         if x.shape != shape:
             raise ValueError(f"{name} is {_show(x.shape)}: must be {_show(shape)}")
     if do.dtype != q.dtype:
@@ -233,13 +253,16 @@ def _checked(
     for name, shape in zip("qkv", shapes, strict=True):
         if len(shape) != (4 if packing is None else 3):
             raise ValueError(f"{name} is {_show(shape)}: must be {layout}")
-    if k_shape != v_shape:
-        raise ValueError(f"v is {_show(v_shape)}: must be {_show(k_shape)}, like k")
+    v_dim = v_shape[-1]
+    if k_shape[:-1] != v_shape[:-1]:
+        raise ValueError(f"v is {_show(v_shape)}: must be {_show((*k_shape[:-1], v_dim))}, like k")
     head_dim = q_shape[-1]
     if k_shape[-1] != head_dim:
         raise ValueError(f"k has head_dim {k_shape[-1]}: must be {head_dim}, like q")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}: must be 1 to {MAX_HEAD_DIM}")
+    if not 1 <= v_dim <= head_dim:
+        raise ValueError(f"v has {v_dim} columns: must have 1 to {head_dim}, no more than k")
     if packing is None and q_shape[0] != k_shape[0]:
         raise ValueError(f"k has batch size {k_shape[0]}: must be {q_shape[0]}, like q")
     num_heads, num_kv_heads = q_shape[1], k_shape[1]
@@ -263,7 +286,8 @@ def _checked(
         batch_size, q_len, kv_len = _check_packing(packing, device)
         lse_shape = torch.Size((num_heads, q_shape[0]))
     if accumulator is not None:
-        for name, facts, shape in zip(("o", "lse"), accumulator, (q_shape, lse_shape), strict=True):
+        o_shape = torch.Size((*q_shape[:-1], v_dim))
+        for name, facts, shape in zip(("o", "lse"), accumulator, (o_shape, lse_shape), strict=True):
             if facts != (shape, torch.float32, device):
                 raise ValueError(
                     f"the accumulator's {name} is {_show(facts[0])} {_name(facts[1])} on "
@@ -295,6 +319,7 @@ def _checked(
         prefix_len=mask.prefix_len,
         shift=mask.shift,
         softcap=softcap,
+        value_dim=None if v_dim == head_dim else v_dim,
     )
 
 

@@ -58,6 +58,8 @@ def why_not(problem: Problem) -> str | None:
         return "computes in bfloat16 and float16 only"
     if problem.head_dim > 256 or problem.head_dim % 8:
         return f"head_dim {problem.head_dim}: must be a multiple of 8, at most 256"
+    if problem.value_dim is not None:
+        return f"takes no values of {problem.v_dim} columns with keys of {problem.head_dim}"
     if problem.accumulates:
         return "does not continue from an accumulator"
     if (1 if problem.packed else problem.batch_size) * problem.num_heads > _MAX_GRID_Y:
