@@ -75,18 +75,20 @@ class FlashTorch(DenseAttention):
     def backward_workspace(self, problem: AttentionProblem) -> float:
         """Bytes of two numbers a row, of float32 sums of dk and dv, and of a pair of tiles.
 
-        In float32 the sums are the results. At once there are five tiles of scores, and of widths
-        of a head those of q, do, dq and its addition, k, v, and the additions to dk and dv.
-        The slope of a cap takes two tiles of scores more.
+        In float32 the sums are the results. At once there are five tiles of scores, and as wide as
+        a head those of q, dq and its addition, k, and the addition to dk; as wide as v those of do,
+        v, and the addition to dv. The slope of a cap takes two tiles of scores more.
         """
         heads = 4.0 * problem.batch_size * problem.num_heads
         rows, columns = min(self.block_q, problem.q_len), min(self.block_k, problem.kv_len)
         scores = 5 if problem.softcap is None else 7
-        tiles = heads * (scores * rows * columns + 4 * (rows + columns) * problem.head_dim)
+        of_keys = (3 * rows + 2 * columns) * problem.head_dim
+        of_values = (rows + 2 * columns) * problem.v_dim
+        tiles = heads * (scores * rows * columns + of_keys + of_values)
         sums = 0.0
         if problem.dtype != "float32":
             kv_heads = 4.0 * problem.batch_size * problem.num_kv_heads
-            sums = 2 * kv_heads * problem.kv_len * problem.head_dim
+            sums = kv_heads * problem.kv_len * (problem.head_dim + problem.v_dim)
         return 2 * heads * problem.q_len + sums + tiles
 
     @property

@@ -117,6 +117,7 @@ class FlashTriton(Attention):
             prefix_len=problem.prefix_len,
             shift=problem.shift,
             softcap=problem.softcap,
+            value_dim=problem.value_dim,
         )
         reason = dispatch.why_not(facts, self.implementation)
         if reason is None and self.autograd == "native" and (why := native.why_not()) is not None:
@@ -201,8 +202,9 @@ class FlashTriton(Attention):
 
     def _predicted_hopper(self, problem: AttentionProblem) -> bool:
         """Whether the Hopper kernels would run the backward pass, without asking the device."""
-        half = problem.dtype in ("bfloat16", "float16") and problem.head_dim % 8 == 0
-        return half and self.implementation != "plain" and problem.device == "cuda"
+        half = problem.dtype in ("bfloat16", "float16")
+        takes = half and problem.head_dim % 8 == 0 and problem.value_dim is None
+        return takes and self.implementation != "plain" and problem.device == "cuda"
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec

@@ -9,9 +9,10 @@ a mask empties are skipped, and only tiles that an edge of it crosses are compar
 Names follow the text: S scores, P probabilities, L log-sum-exp, D = rowsum(O * dO).
 
 Shapes: B batch, H key-value heads, G query heads that share one of them, Q queries and K keys
-(of all, or of a tile), R = G * Q rows of a tile, D head_dim. The G query heads of a group are
-stacked as further rows of one tile: keys are read once for all of them and never expanded, and
-their gradients sum over the group by themselves.
+(of all, or of a tile), R = G * Q rows of a tile, D head_dim, of which v, o and their gradients may
+have fewer, as in latent attention. The G query heads of a group are stacked as further rows of one
+tile: keys are read once for all of them and never expanded, and their gradients sum over the group
+by themselves.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def forward(
     spec: AttentionSpec,
     blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: o like q, and the log-sum-exp [B, heads, S] in the accumulators' dtype.
+    """Algorithm 1: o [B, heads, S, D of v], and lse [B, heads, S] in the accumulators' dtype.
 
     Accumulates in float32, or in float64 for float64 inputs.
     """

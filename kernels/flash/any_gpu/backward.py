@@ -549,22 +549,22 @@ def sum_kernel(
     head = (tl.program_id(0) // num_tiles) % num_heads
     batch = tl.program_id(0) // num_tiles // num_heads
     rows_left = num_rows - start
-    row = tl.cast(tl.program_id(0) // num_tiles, tl.int64) * num_rows + start
+    part = (tl.cast(tl.program_id(0) // num_tiles, tl.int64) * num_rows + start) * HEAD_DIM
     if tl.program_id(1) == 0:
         into = first_ptr
         into += head_offset(batch, head, start, first_stride_b, first_stride_h, first_stride_s)
         total = _sum_of(
-            first_parts_ptr + row * HEAD_DIM, chunk_stride, num_chunks, rows_left, HEAD_DIM,
-            BLOCK_D, ROWS,
-        )  # fmt: skip
+            first_parts_ptr + part, chunk_stride, num_chunks, rows_left, HEAD_DIM, BLOCK_D, ROWS
+        )
         store_tile(total, into, first_stride_s, rows_left, ROWS, HEAD_DIM, BLOCK_D)
     else:
         into = second_ptr
         into += head_offset(batch, head, start, second_stride_b, second_stride_h, second_stride_s)
+        part = _of_values(part, HEAD_DIM, VALUE_DIM)
+        chunk_stride = _of_values(chunk_stride, HEAD_DIM, VALUE_DIM)
         total = _sum_of(
-            second_parts_ptr + row * VALUE_DIM, _of_values(chunk_stride, HEAD_DIM, VALUE_DIM),
-            num_chunks, rows_left, VALUE_DIM, BLOCK_DV, ROWS,
-        )  # fmt: skip
+            second_parts_ptr + part, chunk_stride, num_chunks, rows_left, VALUE_DIM, BLOCK_DV, ROWS
+        )
         store_tile(total, into, second_stride_s, rows_left, ROWS, VALUE_DIM, BLOCK_DV)
 
 
@@ -587,8 +587,8 @@ def _sum_of(
 
 
 @triton.jit
-def _of_values(chunk_stride, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """The stride of chunks of dv, of that of chunks of dk."""
+def _of_values(offset, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """The offset of a row of the contiguous dv, from that of the same row of dk."""
     if VALUE_DIM != HEAD_DIM:
-        chunk_stride = chunk_stride // HEAD_DIM * VALUE_DIM
-    return chunk_stride
+        offset = offset // HEAD_DIM * VALUE_DIM
+    return offset
