@@ -285,7 +285,8 @@ def _that_sums(
                 (num_kv_heads, block.num_keys),
             )
         )
-        call = FlashCall(q=q, k=k, v=k[..., :v_dim], spec=block.spec, options=options)
+        v = k.new_empty((*k.shape[:-1], v_dim))
+        call = FlashCall(q=q, k=k, v=v, spec=block.spec, options=options)
         problems.append(replace(call.problem(), device=device))
     chosen = {_choose(problem, options.implementation, "backward") for problem in problems}
     if len(chosen) != 1:

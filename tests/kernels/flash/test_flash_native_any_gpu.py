@@ -176,6 +176,20 @@ def test_what_the_plan_does_not_cover_is_pythons(emulated: Emulate) -> None:
         assert all(map(torch.equal, got, expected))
 
 
+def test_values_narrower_than_keys_are_pythons(emulated: Emulate) -> None:
+    emulated(1)
+    q, k, _, _ = inputs(q_len=64, kv_len=64)
+    v = torch.randn(2, 1, 64, 8, requires_grad=True)
+    for _ in range(2):
+        # The same layout of q and k, which the node knows by then.
+        run(q, k, k, torch.randn(2, 1, 64, 16), causal=True)
+        for autograd in ("auto", "native"):
+            before = native.num_calls()
+            got = run(q, k, v, v.detach(), causal=True, autograd=autograd)
+            assert native.num_calls() == before
+            assert [x.shape[-1] for x in got] == [8, 16, 16, 8]
+
+
 def test_a_gradient_that_lies_otherwise_runs_in_python_once(
     emulated: Emulate, by_python: list[Any]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exact_attention import assert_close, exact, exact_gradients, inputs
-from triton_device import CLOSENESS, DEVICE, RUNS_TRITON
+from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
 from kernels.backends.flash_triton import FlashTriton
 from kernels.flash import flash_attention, operator
@@ -138,6 +138,15 @@ class TestResults:
             assert_close(x, z, name, CLOSENESS[dtype])
         assert set(many_multiprocessors) == {"forward", "backward_dkv", "backward_dq"}
 
+    def test_values_narrower_than_keys(self, many_multiprocessors: list[str]) -> None:
+        q, k, _, _ = inputs(1, 2, 1, 140, 270, 40)
+        v, do = (randn(*x.shape[:-1], 24, seed=seed) for seed, x in ((3, k), (4, q)))
+        found = self._results((q, k, v, do), {"causal": True})
+        expected = [*exact(q, k, v, True, 0.25), *exact_gradients(q, k, v, do, True, 0.25)]
+        for name, x, z in zip(("o", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+            assert_close(x, z, name, CLOSENESS[torch.float32])
+        assert set(many_multiprocessors) == {"forward", "backward_dkv", "backward_dq"}
+
     @pytest.mark.parametrize(
         "mask",
         [
@@ -210,6 +219,15 @@ class TestMemory:
         assert "workspace" not in (
             backend.peak_memory(self.problem(num_heads=64, num_kv_heads=64)) or {}
         )
+
+    def test_narrower_values_take_less(self) -> None:
+        """Of each row of a chunk acc, m and l; and dk and dv, which take more here than dq does."""
+        forward, backward = (
+            [compute(self.problem(value_dim=width), "auto") for width in (None, 24)]
+            for compute in (chunks.forward_workspace, chunks.backward_workspace)
+        )
+        assert forward[1] / forward[0] == (24 + 2) / (32 + 2)
+        assert backward[1] / backward[0] == (32 + 24) / (32 + 32)
 
 
 @pytest.mark.gpu
