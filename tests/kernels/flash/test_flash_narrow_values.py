@@ -43,6 +43,12 @@ def inputs(
     )
 
 
+def rows_of_wider(x: Tensor) -> Tensor:
+    """x within a tensor of which all else is not a number, and would spread."""
+    wider = torch.nn.functional.pad(x, (0, 200), value=torch.nan)
+    return wider[..., : x.shape[-1]]
+
+
 def leaves_of(*tensors: Tensor) -> list[Tensor]:
     return [x.detach().clone().requires_grad_() for x in tensors]
 
@@ -71,8 +77,9 @@ class TestAgainstFloat64:
         self, name: str, head_dim: int, v_dim: int, dtype: torch.dtype, causal: bool
     ) -> None:
         q, k, v, do = inputs(37, 50, head_dim, v_dim, dtype, heads=4, kv_heads=2)
-        # As a transformer stores them.
-        q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
+        # Each token's heads together, and other numbers after v's, as where one projection gives
+        # v and a part of k.
+        q, k, v, do = (rows_of_wider(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v, do))
         scale = head_dim**-0.5
         spec = AttentionSpec(causal=causal, scale=scale)
         flash: Any = BACKENDS[name].target(name=name)
