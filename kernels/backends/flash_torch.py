@@ -24,7 +24,7 @@ from kernels.toolchain import why_not_compile
 class FlashTorch(DenseAttention):
     """Tiled attention with an online softmax; supports every length, head_dim and dtype."""
 
-    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift", "value_dim"))
 
     block_q: int = 128
     """Queries in a tile (B_q)."""

@@ -46,7 +46,7 @@ PRECISIONS = ("auto", "ieee", "bf16x6", "tf32")
 class FlashTriton(Attention):
     """Triton kernels for dense, packed, grouped and causal attention, with an explicit lse."""
 
-    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift"))
+    takes: ClassVar[frozenset[str]] = frozenset((*MASKS, "shift", "value_dim"))
 
     implementation: str = "auto"
     """auto (the fastest that can run), hopper (compute capability 9.0), or plain (any CUDA GPU)."""
