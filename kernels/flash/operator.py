@@ -28,7 +28,7 @@ from kernels.problem import AttentionSpec, Packing
 def forward(
     call: FlashCall, accumulator: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H, S, Dv] and lse [B, H, S] float32; packed, [T, H, Dv] and [H, T].
+    """o [B, H, S, D_v] and lse [B, H, S] float32; packed, [T, H, D_v] and [H, T].
 
     Args:
         accumulator: float32 (o, lse) of other keys to continue from. The result, float32 too,

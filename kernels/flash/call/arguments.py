@@ -45,7 +45,7 @@ class FlashCall:
     k: Tensor
     """[B, H_kv, S_k, D] or [T_k, H_kv, D]; H_kv divides H."""
     v: Tensor
-    """Like k, or narrower: [B, H_kv, S_k, Dv] or [T_k, H_kv, Dv], as o and do are then."""
+    """Like k, or narrower: [B, H_kv, S_k, D_v] or [T_k, H_kv, D_v], as o and do are then."""
     spec: AttentionSpec
     """Mask, scale and cap of the scores, and the packing of a packed batch; sinks play no part."""
     options: FlashOptions = DEFAULT_OPTIONS
