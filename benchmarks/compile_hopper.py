@@ -1,7 +1,8 @@
 """Compiles the Hopper kernels for sm_90a, which needs no GPU: registers, spills, shared memory.
 
 Run as ``python -m benchmarks.compile_hopper [KERNEL ...] [HEAD_DIM ...] [masks]`` in the
-repository, with triton installed and TRITON_INTERPRET unset. Integers are compiled as a launch
+repository, with triton installed and TRITON_INTERPRET unset; a HEAD_DIM of ``192/128`` has values
+of 128 columns. Integers are compiled as a launch
 specialises multiples of 16, and one query head on each key head where none share; ``masks``
 compiles for windows, prefixes and caps instead of plain masks. Prints one row for each kernel and
 variant, and exits with 1 if ptxas serialised the matmuls of any: then nothing runs beside them,
@@ -59,6 +60,8 @@ class Variant:
 
     kernel: str
     head_dim: int
+    value_dim: int | None = None
+    """Columns of values where they are fewer than head_dim."""
     dtype: str
     causal: bool
     packed: bool
@@ -85,6 +88,25 @@ class Variant:
             return True
         return self.order == "heads" and not self.apart
 
+    @property
+    def panels(self) -> int:
+        """Tiles that queries and keys of the forward kernel lie in."""
+        return hopper_schedule.NARROW_PANELS if self.value_dim is not None else 1
+
+    @property
+    def stored_values(self) -> int:
+        """Columns of values in shared memory."""
+        if self.value_dim is not None:
+            return hopper_schedule.NARROW_COLUMNS
+        return hopper_schedule.columns(self.head_dim).stored
+
+    @property
+    def stored(self) -> int:
+        """Columns of a tile of queries or keys in shared memory."""
+        if self.kernel == "forward" and self.value_dim is not None:
+            return hopper_schedule.PANEL_COLUMNS
+        return hopper_schedule.columns(self.head_dim).stored
+
 
 def compile_variant(variant: Variant) -> Any:
     """The compiled kernel, as Triton returns it."""
@@ -93,6 +115,8 @@ def compile_variant(variant: Variant) -> Any:
     if variant.kernel == "backward" and columns.stored > 128:
         function = hopper_backward_wide.flash_backward_wide
     schedule = schedules[columns.stored]
+    if variant.kernel == "forward" and variant.value_dim is not None:
+        schedule = hopper_schedule.NARROW_FORWARD
     tile = schedule.tile
     if variant.size.is_small:
         function, tile = hopper_forward_small.flash_forward_small, variant.size.key_tile
@@ -100,7 +124,10 @@ def compile_variant(variant: Variant) -> Any:
     constants = {
         "BLOCK_K": tile,
         "HEAD_DIM": variant.head_dim,
-        "BLOCK_D": columns.stored,
+        "VALUE_DIM": variant.value_dim or variant.head_dim,
+        "BLOCK_D": variant.stored * (variant.panels if variant.kernel == "forward" else 1),
+        "BLOCK_V": variant.stored_values,
+        "PANELS": variant.panels,
         "MAIN": columns.main,
         "TAIL": columns.tail,
         "STAGES": schedule.stages,
@@ -183,7 +210,7 @@ def _type(name: str, variant: Variant, tile: int) -> str:
         streams = ("q_desc", "do_desc") if variant.kernel == "backward" else ("k_desc", "v_desc")
         rows = tile if name in streams else hopper_schedule.ROWS
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        stored = hopper_schedule.columns(variant.head_dim).stored
+        stored = variant.stored_values if name in ("v_desc", "do_desc") else variant.stored
         return f"tensordesc<{variant.dtype}[1, 1, {rows}, {stored}],{layout!r}>"
     if name in ("lse_ptr", "dq_sums", "key_sums"):
         return "*fp32"
@@ -241,10 +268,17 @@ DIVIDED = ("bands", "halves", "sections")
 """Orders in which several programs have the turns of a tile of keys."""
 
 
-def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
+def plain_variants(kernel: str, head_dim: int, value_dim: int | None = None) -> list[Variant]:
     variants = [
-        Variant(kernel=kernel, head_dim=head_dim, dtype="bf16", causal=True, packed=False),
-        Variant(kernel=kernel, head_dim=head_dim, dtype="fp16", causal=False, packed=True),
+        Variant(
+            kernel=kernel,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            causal=causal,
+            packed=not causal,
+        )
+        for dtype, causal in (("bf16", True), ("fp16", False))
     ]
     if kernel == "backward":
         variants.append(replace(variants[0], shared=True))
@@ -265,8 +299,8 @@ def plain_variants(kernel: str, head_dim: int) -> list[Variant]:
     return variants
 
 
-def masked_variants(kernel: str, head_dim: int) -> list[Variant]:
-    causal, full, *_ = plain_variants(kernel, head_dim)
+def masked_variants(kernel: str, head_dim: int, value_dim: int | None = None) -> list[Variant]:
+    causal, full, *_ = plain_variants(kernel, head_dim, value_dim)
     variants = [
         replace(causal, mask="prefix"),
         replace(causal, mask="window"),
@@ -335,14 +369,15 @@ def main() -> int:
     failed = False
     words = sys.argv[1:]
     variants_of = masked_variants if "masks" in words else plain_variants
-    kernels = [x for x in words if not x.isdigit() and x != "masks"] or list(KERNELS)
+    widths = [word for word in words if word[0].isdigit()]
+    kernels = [x for x in words if x not in (*widths, "masks")] or list(KERNELS)
     if unknown := [x for x in kernels if x not in KERNELS]:
         print(f"compile_hopper: no kernel {unknown[0]}: {', '.join(KERNELS)}", file=sys.stderr)
         return 2
-    head_dims = [int(word) for word in words if word.isdigit()] or [64, 128]
+    dims = [tuple(map(int, word.split("/"))) for word in widths] or [(64,), (128,)]
     for kernel in kernels:
-        for head_dim in head_dims:
-            for variant in variants_of(kernel, head_dim):
+        for head_dim, *value_dim in dims:
+            for variant in variants_of(kernel, head_dim, *value_dim):
                 compiled = compile_variant(variant)
                 report = assembler_report(compiled.asm["ptx"])
                 lines = [line.strip() for line in report.splitlines()]
@@ -356,7 +391,8 @@ def main() -> int:
                     slow.append("nothing is acquired before sums are read")
                 failed = failed or bool(slow)
                 print(
-                    f"{kernel:<14} d {head_dim:<4} {variant.dtype} "
+                    f"{kernel:<14} d {'/'.join(map(str, (head_dim, *value_dim))):<7} "
+                    f"{variant.dtype} "
                     f"{'causal' if variant.causal else 'full':<7}"
                     f"{'packed' if variant.packed else 'dense':<7}"
                     f"{'shared' if variant.shared else '':<7}"
@@ -374,7 +410,7 @@ def main() -> int:
                     flush=True,
                 )
     if "backward" in kernels and variants_of is plain_variants:
-        for head_dim in head_dims:
+        for head_dim, *_ in dims:
             # Each band has a sum, and above 128 columns there are no bands.
             most = backward_schedule.MOST_BANDS if head_dim <= 128 else 2
             for sums in sorted({1, 2, most}):

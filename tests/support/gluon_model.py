@@ -66,8 +66,8 @@ class Barrier:
 class Tile:
     """A buffer in shared memory."""
 
-    holds: tuple[str, int] | None = None
-    """Name of the tensor and first row; None before the first copy and while one is under way."""
+    holds: tuple[str, int, int] | None = None
+    """Tensor, first row and first column; None before the first copy and while one is under way."""
     shape = dtype = ANYTHING
 
     def permute(self, _: Any) -> Tile:
@@ -94,7 +94,7 @@ class Buffers:
 class Matmul:
     """One wgmma under way, and what its operands in shared memory held when it began."""
 
-    operands: list[tuple[Tile, tuple[str, int]]]
+    operands: list[tuple[Tile, tuple[str, int, int]]]
 
     def finish(self) -> None:
         for tile, held in self.operands:
@@ -110,6 +110,8 @@ class Scores(Anything):
     key: int
     masked_as: int | None = None
     """The key tile whose visible keys were left, if a mask was applied."""
+    columns: tuple[int, ...] = ()
+    """The first column of each tile, or panel, whose products were added up."""
 
     def to(self, _: Any) -> Scores:
         return self
@@ -246,7 +248,7 @@ class Machine:
         tile.holds = None
 
         def land() -> None:
-            tile.holds = (name.name, coordinates[2])
+            tile.holds = (name.name, coordinates[2], coordinates[3])
             barrier.bytes -= name.block_type.nbytes
             barrier.settle()
 
@@ -262,12 +264,16 @@ class Machine:
                 raise ProtocolError("a matmul reads a tile that is not there")
         self.role.matmuls.append(Matmul([(tile, tile.holds) for tile in tiles if tile.holds]))
         assert b.holds is not None
-        name, row = b.holds
+        name, row, column = b.holds
         if isinstance(a, Tile):
             assert a.holds is not None
-            if (a.holds[0], name) != ("q", "k"):
+            if (a.holds[0], name, a.holds[2]) != ("q", "k", column):
                 raise ProtocolError(f"scores of {a.holds} and {b.holds}")
-            return Scores(query=a.holds[1], key=row)
+            if not isinstance(c, Scores):
+                return Scores(query=a.holds[1], key=row, columns=(column,))
+            if (c.query, c.key) != (a.holds[1], row):
+                raise ProtocolError(f"scores of {a.holds} and {b.holds} are added to {c}")
+            return replace(c, columns=(*c.columns, column))
         if name != "v" or a.key != row:
             raise ProtocolError(f"probabilities of keys {a.key} times {b.holds}")
         before = c.parts if isinstance(c, Output) else []
@@ -363,9 +369,9 @@ def tile_names() -> dict[str, Any]:
     """Constants and structures of the kernels' tiles."""
     from kernels.flash.hopper import tiles
 
-    registers = ("CONSUMER_REGISTERS", "CONSUMER_REGISTERS_OF_THREE")
-    numbers = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "LN_2", "LOG2_E", "MINUS_INFINITY", "ZERO")
-    numbers += registers
+    numbers: tuple[str, ...] = ("ROWS", "CONSUMERS", "PROGRAM_ROWS", "PANEL_COLUMNS")
+    numbers += ("CONSUMER_REGISTERS", "CONSUMER_REGISTERS_OF_THREE")
+    numbers += ("LN_2", "LOG2_E", "MINUS_INFINITY", "ZERO")
     names = {name: getattr(tiles, name).value for name in numbers}
     structures = ("Sequence", "Rows", "Edges", "KeyTiles")
     return names | {name: getattr(tiles, name) for name in structures}
@@ -402,6 +408,7 @@ def run_program(
     key_tile: int,
     stages: int,
     tail: int,
+    panels: int = 1,
     causal: bool,
     mask: str = "plain",
     edges: tuple[int, int, int] = (0, 0, 0),
@@ -414,6 +421,7 @@ def run_program(
         consumers: 1 for the kernel of small programs.
         key_tile: keys of a key tile.
         tail: columns of the head dim that a second matmul takes; 0 for none.
+        panels: of queries and keys; with three values are narrower, not of small programs.
         mask: the constant MASK, and ``edges`` its window, prefix_len and shift.
         cu_seqlens: of queries and keys of a packed batch, whose longest have q_len and kv_len.
         edit: a line of the kernel's source, and what to put in its place.
@@ -447,10 +455,16 @@ def run_program(
     names |= {name: getattr(hopper_forward, name) for name in ("Shared", "Progress")}
     of_tiles = ("sequence", "sequence_of_program", "offsets", "key_tiles")
     load(names, hopper_tiles, of_tiles, edit)
-    shared = ("place_in_order", "place_in_batch", "query_tile", "start_scores", "start_values")
-    shared += ("finish",)
+    shared: tuple[str, ...] = (
+        "place_in_order",
+        "place_in_batch",
+        "query_tile",
+        "tile_at",
+        "start_scores",
+    )
+    shared += ("start_values", "finish")
     load(names, hopper_tile, shared, edit, (".to(gl.int64)", ""))
-    program_size: tuple[int, ...] = ()
+    constants: tuple[int, ...] = key_tile, stages, 96, 128, 64, tail
     if consumers == 1:
         names |= {name: getattr(hopper_small, name) for name in ("Places", "Progress")}
         load(
@@ -461,15 +475,15 @@ def run_program(
         )
     else:
         load(names, hopper_forward, ("produce", "advance", "consume", "flash_forward"), edit)
-        program_size = consumers, tiles
+        columns = (128, 192, 128, 128, 64) if panels > 1 else (96, 128, 128, 64, tail)
+        constants = key_tile, stages, consumers, tiles, *columns, panels
     starts = [Place(numbers) for numbers in cu_seqlens] if cu_seqlens else [ANYTHING, ANYTHING]
     batch_size = len(cu_seqlens[0]) - 1 if cu_seqlens else 1
     arguments = (
         *(Descriptor(name) for name in "qkv"),
         *(ANYTHING, ANYTHING, *starts, 0, 0, 0),
         *(batch_size, 1, 1, 1, q_len, kv_len, 0, *edges, ANYTHING),
-        *(key_tile, stages, *program_size, 96, 128, 64, tail),
-        *(causal, mask, 0.0, cu_seqlens is not None, 4),
+        *(*constants, causal, mask, 0.0, cu_seqlens is not None, 4),
     )
     if consumers == 1:
         machine.warp_specialize([(names["flash_forward_small"], arguments)])

@@ -31,6 +31,10 @@ Queries have ``Q_SLOTS`` places in turn, and no barrier says that one is free: b
 fills it again, it has waited for slots of the ring that were free only after all that read these
 queries (:func:`flash_forward`).
 
+Values may have fewer columns than keys, as latent attention has them. Queries and keys of 192
+columns then lie in ``PANELS`` of 64, each a tile of its own: as one tile, padded to a power of two,
+a key tile of 128 would find no room.
+
 docs/kernels.md has a diagram of the warps over time and the budget of shared memory and registers.
 """
 
@@ -64,11 +68,13 @@ from kernels.flash.hopper.forward_tile import (
     softmax_step,
     start_scores,
     start_values,
+    tile_at,
     to_words,
 )
 from kernels.flash.hopper.tiles import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_OF_THREE,
+    PANEL_COLUMNS,
     ROWS,
     Edges,
     capped,
@@ -117,6 +123,7 @@ def produce(
     Q_SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    PANELS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):
@@ -133,27 +140,36 @@ def produce(
         num_key_tiles = tiles.stop - tiles.start
         if num_key_tiles > 0:
             place = filled % Q_SLOTS
-            mbarrier.expect(shared.q_ready.index(place), CONSUMERS * inputs.q.block_type.nbytes)
+            mbarrier.expect(
+                shared.q_ready.index(place), CONSUMERS * PANELS * inputs.q.block_type.nbytes
+            )
             for consumer in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
-                    inputs.q,
-                    [seq.batch, head.head, seq.q_start + first + consumer * ROWS, 0],
-                    shared.q_ready.index(place),
-                    shared.q_tiles.index(place * CONSUMERS + consumer),
-                )
+                for panel in gl.static_range(PANELS):
+                    tma.async_copy_global_to_shared(
+                        inputs.q,
+                        [
+                            seq.batch,
+                            head.head,
+                            seq.q_start + first + consumer * ROWS,
+                            panel * PANEL_COLUMNS,
+                        ],
+                        shared.q_ready.index(place),
+                        shared.q_tiles.index((place * CONSUMERS + consumer) * PANELS + panel),
+                    )
             filled += 1
         num_steps = gl.where(num_key_tiles > 0, num_key_tiles + 1, 0)
         for step in range(num_steps):
             row = seq.k_start + (tiles.stop - 1 - step) * BLOCK_K
             mbarrier.wait(shared.free.index(slot), phase)
             if step < num_key_tiles:
-                mbarrier.expect(shared.k_ready.index(slot), inputs.k.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    inputs.k,
-                    [seq.batch, head.kv_head, row, 0],
-                    shared.k_ready.index(slot),
-                    shared.k_tiles.index(slot),
-                )
+                mbarrier.expect(shared.k_ready.index(slot), PANELS * inputs.k.block_type.nbytes)
+                for panel in gl.static_range(PANELS):
+                    tma.async_copy_global_to_shared(
+                        inputs.k,
+                        [seq.batch, head.kv_head, row, panel * PANEL_COLUMNS],
+                        shared.k_ready.index(slot),
+                        shared.k_tiles.index(slot * PANELS + panel),
+                    )
             elif TILES > 1:
                 # Before the values: a consumer that has seen these has passed this phase as well.
                 mbarrier.arrive(shared.k_ready.index(slot))
@@ -190,6 +206,7 @@ def advance(
     BLOCK_K: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
+    PANELS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -209,7 +226,7 @@ def advance(
     dtype: gl.constexpr = shared.q_tiles.dtype
     LAZY: gl.constexpr = o.shape[1] >= LAZY_COLUMNS
     p = from_words(words, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
-    s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
+    s = start_scores(q_tile, tile_at(shared.k_tiles, slot, PANELS), MAIN, TAIL, PANELS)
     mbarrier.wait(shared.v_ready.index(slot), phase)
     o = start_values(p, shared.v_tiles.index(slot), o)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -249,10 +266,12 @@ def consume(
     Q_SLOTS: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    BLOCK_V: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
+    PANELS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -261,19 +280,22 @@ def consume(
     dtype: gl.constexpr = shared.q_tiles.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     # Above 64 all stored columns: in parts, as S takes them, O takes longer (docs/kernels.md).
-    O_COLUMNS: gl.constexpr = MAIN if BLOCK_D == ROWS else BLOCK_D
+    O_COLUMNS: gl.constexpr = MAIN if BLOCK_V == ROWS else BLOCK_V
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O_COLUMNS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    LAZY: gl.constexpr = BLOCK_D >= LAZY_COLUMNS
+    LAZY: gl.constexpr = BLOCK_V >= LAZY_COLUMNS
     TILE_ROWS: gl.constexpr = CONSUMERS * ROWS
+    COLUMNS: gl.constexpr = BLOCK_D // PANELS
 
     # Copies come as [1, 1, rows, D]; the matmuls see [rows, D] of the same bytes.
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.q_tiles.type.layout.swizzle_byte_width, 16)
     shared = Shared(
-        q_tiles=shared.q_tiles._reinterpret(dtype, [Q_SLOTS * CONSUMERS, ROWS, BLOCK_D], TILE),
-        k_tiles=shared.k_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE),
-        v_tiles=shared.v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], TILE),
+        q_tiles=shared.q_tiles._reinterpret(
+            dtype, [Q_SLOTS * CONSUMERS * PANELS, ROWS, COLUMNS], TILE
+        ),
+        k_tiles=shared.k_tiles._reinterpret(dtype, [STAGES * PANELS, BLOCK_K, COLUMNS], TILE),
+        v_tiles=shared.v_tiles._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_V], TILE),
         q_ready=shared.q_ready,
         k_ready=shared.k_ready,
         v_ready=shared.v_ready,
@@ -287,7 +309,7 @@ def consume(
         tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, TILE_ROWS, BLOCK_K, CAUSAL, MASK)
         num_key_tiles = tiles.stop - tiles.start
         place = filled % Q_SLOTS
-        q_tile = shared.q_tiles.index(place * CONSUMERS + CONSUMER)
+        q_tile = tile_at(shared.q_tiles, place * CONSUMERS + CONSUMER, PANELS)
         first_row = first + CONSUMER * ROWS
         reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
@@ -296,7 +318,7 @@ def consume(
             mbarrier.wait(shared.q_ready.index(place), filled // Q_SLOTS & 1)
             filled += 1
             mbarrier.wait(shared.k_ready.index(slot), phase)
-            s = start_scores(q_tile, shared.k_tiles.index(slot), MAIN, TAIL)
+            s = start_scores(q_tile, tile_at(shared.k_tiles, slot, PANELS), MAIN, TAIL, PANELS)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.free.index(slot))
             scale = scale_log2
@@ -323,22 +345,22 @@ def consume(
             for step in range(tiles.stop - 1 - tiles.unmasked_stop):
                 progress = advance(
                     shared, q_tile, progress, tiles.stop - 2 - step, step + 2 < num_key_tiles,
-                    first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, MASK,
-                    SOFTCAP, True,
+                    first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, PANELS, CAUSAL,
+                    MASK, SOFTCAP, True,
                 )  # fmt: skip
             num_plain = gl.minimum(tiles.unmasked_stop, tiles.stop - 1) - left
             for step in range(num_plain):
                 progress = advance(
                     shared, q_tile, progress, 0, step + 1 < num_plain + num_left,
-                    first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL, MASK,
-                    SOFTCAP, False,
+                    first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, PANELS, CAUSAL,
+                    MASK, SOFTCAP, False,
                 )  # fmt: skip
             if MASK == "window":
                 for step in range(num_left):
                     progress = advance(
                         shared, q_tile, progress, left - 1 - step, step + 1 < num_left,
-                        first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, CAUSAL,
-                        MASK, SOFTCAP, True,
+                        first_row, seq, edges, scale_log2, STAGES, BLOCK_K, MAIN, TAIL, PANELS,
+                        CAUSAL, MASK, SOFTCAP, True,
                     )  # fmt: skip
             words, o, reference, total, slot, phase = progress
             p = from_words(words, dtype, P_LAYOUT)
@@ -352,7 +374,7 @@ def consume(
                 slot = 0
                 phase ^= 1
 
-        finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM)
+        finish(o, reference, total, first_row, head, seq, outputs, VALUE_DIM)
 
 
 # Windows and shifts differ from call to call, and gain nothing from being known.
@@ -383,10 +405,12 @@ def flash_forward(
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    BLOCK_V: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
+    PANELS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
@@ -404,9 +428,11 @@ def flash_forward(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     shared = Shared(
         q_tiles=gl.allocate_shared_memory(
-            dtype, [Q_SLOTS * CONSUMERS] + q_desc.block_type.shape, q_desc.layout
+            dtype, [Q_SLOTS * CONSUMERS * PANELS] + q_desc.block_type.shape, q_desc.layout
         ),
-        k_tiles=gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout),
+        k_tiles=gl.allocate_shared_memory(
+            dtype, [STAGES * PANELS] + k_desc.block_type.shape, k_desc.layout
+        ),
         v_tiles=gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout),
         q_ready=gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER),
         k_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -439,13 +465,13 @@ def flash_forward(
         gl.warp_specialize(
             [
                 (consume, (0, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
-                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                           SOFTCAP)),
+                           Q_SLOTS, STAGES, BLOCK_K, VALUE_DIM, BLOCK_D, BLOCK_V, MAIN, TAIL,
+                           PANELS, CAUSAL, MASK, SOFTCAP)),
                 (consume, (1, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
-                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                           SOFTCAP)),
+                           Q_SLOTS, STAGES, BLOCK_K, VALUE_DIM, BLOCK_D, BLOCK_V, MAIN, TAIL,
+                           PANELS, CAUSAL, MASK, SOFTCAP)),
                 (produce, (inputs, shared, head, seq, edges, CONSUMERS, TILES, Q_SLOTS, STAGES,
-                           BLOCK_K, CAUSAL, MASK)),
+                           BLOCK_K, PANELS, CAUSAL, MASK)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, 24],
@@ -454,16 +480,16 @@ def flash_forward(
         gl.warp_specialize(
             [
                 (consume, (0, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
-                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                           SOFTCAP)),
+                           Q_SLOTS, STAGES, BLOCK_K, VALUE_DIM, BLOCK_D, BLOCK_V, MAIN, TAIL,
+                           PANELS, CAUSAL, MASK, SOFTCAP)),
                 (consume, (1, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
-                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                           SOFTCAP)),
+                           Q_SLOTS, STAGES, BLOCK_K, VALUE_DIM, BLOCK_D, BLOCK_V, MAIN, TAIL,
+                           PANELS, CAUSAL, MASK, SOFTCAP)),
                 (consume, (2, shared, head, seq, edges, outputs, scale_log2, CONSUMERS, TILES,
-                           Q_SLOTS, STAGES, BLOCK_K, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                           SOFTCAP)),
+                           Q_SLOTS, STAGES, BLOCK_K, VALUE_DIM, BLOCK_D, BLOCK_V, MAIN, TAIL,
+                           PANELS, CAUSAL, MASK, SOFTCAP)),
                 (produce, (inputs, shared, head, seq, edges, CONSUMERS, TILES, Q_SLOTS, STAGES,
-                           BLOCK_K, CAUSAL, MASK)),
+                           BLOCK_K, PANELS, CAUSAL, MASK)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, 24],

@@ -7,7 +7,7 @@ import torch
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import program_size
 from kernels.flash.hopper.program_size import ProgramSize
-from kernels.flash.hopper.schedule import block_d, columns
+from kernels.flash.hopper.schedule import block_d, block_v, columns
 
 
 def size_of_program(problem: Problem) -> ProgramSize:
@@ -49,6 +49,7 @@ def heads_at_once(problem: Problem) -> int:
     if not problem.causal or problem.window is not None:
         return 1
     cache = torch.cuda.get_device_properties(problem.device).L2_cache_size
-    one_head = 2 * problem.kv_len * block_d(problem) * problem.dtype.itemsize
+    row = (block_d(problem) + block_v(problem)) * problem.dtype.itemsize
+    one_head = problem.kv_len * row
     members = problem.group_size << max(0, (cache // (3 * one_head)).bit_length() - 1)
     return max(problem.group_size, min(16, members))

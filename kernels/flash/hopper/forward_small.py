@@ -185,7 +185,7 @@ def flash_forward_small(
     scale_log2,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
@@ -291,4 +291,4 @@ def flash_forward_small(
         p, o = start_old_values(words, o, places, num_key_tiles, dtype)
         o = warpgroup_mma_wait(0, deps=[o])
 
-    finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM)
+    finish(o, reference, total, first_row, head, seq, outputs, VALUE_DIM)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from kernels.flash.hopper.tiles import (
     LN_2,
     MINUS_INFINITY,
+    PANEL_COLUMNS,
     ROWS,
     Rows,
     columns,
@@ -47,7 +48,7 @@ class Head(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Destinations: o [B, H, S, D] with its strides, and contiguous lse [B, H, lse_len]."""
+    """Destinations: o [B, H, S, Dv] with its strides, and contiguous lse [B, H, lse_len]."""
 
     o_ptr: Any
     lse_ptr: Any
@@ -280,29 +281,47 @@ def start_values(p, v_tile, o):
 
 
 @gluon.jit
-def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """S = Q K^T over MAIN + TAIL columns, on its way: one matmul, or two."""
-    BLOCK_K: gl.constexpr = k_tile.shape[0]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    s = warpgroup_mma(
-        columns(q_tile, 0, MAIN),
-        columns(k_tile, 0, MAIN).permute((1, 0)),
-        gl.zeros([ROWS, BLOCK_K], gl.float32, LAYOUT),
-        use_acc=False,
-        is_async=True,
-    )
-    if TAIL > 0:
+def tile_at(tiles, place, PANELS: gl.constexpr):
+    """The tile at ``place``; or its three panels, which lie there one after another."""
+    if PANELS == 1:
+        tile = tiles.index(place)
+    else:
+        gl.static_assert(PANELS == 3)
+        first = PANELS * place
+        tile = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
+    return tile
+
+
+@gluon.jit
+def start_scores(q_tile, k_tile, MAIN: gl.constexpr, TAIL: gl.constexpr, PANELS: gl.constexpr = 1):
+    """S = Q K^T over MAIN + TAIL columns, on its way: one matmul, or two, or one for each panel."""
+    if PANELS == 1:
+        BLOCK_K: gl.constexpr = k_tile.shape[0]
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
         s = warpgroup_mma(
-            columns(q_tile, MAIN, TAIL),
-            columns(k_tile, MAIN, TAIL).permute((1, 0)),
-            s,
+            columns(q_tile, 0, MAIN),
+            columns(k_tile, 0, MAIN).permute((1, 0)),
+            gl.zeros([ROWS, BLOCK_K], gl.float32, LAYOUT),
+            use_acc=False,
             is_async=True,
         )
+        if TAIL > 0:
+            s = warpgroup_mma(
+                columns(q_tile, MAIN, TAIL),
+                columns(k_tile, MAIN, TAIL).permute((1, 0)),
+                s,
+                is_async=True,
+            )
+    else:
+        s = start_scores(q_tile[0], k_tile[0], PANEL_COLUMNS, 0)
+        for panel in gl.static_range(1, PANELS):
+            k_panel = k_tile[panel].permute((1, 0))
+            s = warpgroup_mma(q_tile[panel], k_panel, s, is_async=True)
     return s
 
 
 @gluon.jit
-def finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM: gl.constexpr):
+def finish(o, reference, total, first_row, head, seq, outputs, VALUE_DIM: gl.constexpr):
     """o and lse of 64 queries to memory, of their sums over all visible keys."""
     ROW: gl.constexpr = reference.type.layout
     total = gl.convert_layout(gl.sum(total, axis=1), ROW)
@@ -325,4 +344,4 @@ def finish(o, reference, total, first_row, head, seq, outputs, HEAD_DIM: gl.cons
         start=seq.q_start,
         length=seq.q_len,
     )
-    store_rows(o, rows, first_row, 0, HEAD_DIM)
+    store_rows(o, rows, first_row, 0, VALUE_DIM)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.flash.any_gpu import launch as any_gpu
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper import backward_memory, plans
+from kernels.flash.hopper import backward_memory, plans, schedule
 from kernels.flash.hopper.plans import BackwardPlan, addressable, aligned, are_aligned
 from kernels.launching.gluon import why_no_gluon
 from kernels.launching.prepared import (
@@ -58,8 +58,10 @@ def why_not(problem: Problem) -> str | None:
         return "computes in bfloat16 and float16 only"
     if problem.head_dim > 256 or problem.head_dim % 8:
         return f"head_dim {problem.head_dim}: must be a multiple of 8, at most 256"
-    if problem.value_dim is not None:
-        return f"takes no values of {problem.v_dim} columns with keys of {problem.head_dim}"
+    if problem.value_dim is not None and (
+        reason := schedule.why_not_narrow(problem.head_dim, problem.value_dim)
+    ):
+        return reason
     if problem.accumulates:
         return "does not continue from an accumulator"
     if (1 if problem.packed else problem.batch_size) * problem.num_heads > _MAX_GRID_Y:

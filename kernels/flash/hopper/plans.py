@@ -16,7 +16,16 @@ from kernels.flash.call.arguments import BackwardPass, ForwardPass
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import backward_schedule, forward_schedule, schedule
 from kernels.flash.hopper.program_size import ProgramSize
-from kernels.flash.hopper.schedule import BACKWARD, FORWARD, PROGRAM_ROWS, ROWS, block_d
+from kernels.flash.hopper.schedule import (
+    BACKWARD,
+    FORWARD,
+    NARROW_FORWARD,
+    NARROW_PANELS,
+    PROGRAM_ROWS,
+    ROWS,
+    block_d,
+    block_v,
+)
 from kernels.launching.prepared import Descriptors, PreparedLaunch
 
 _ALIGNMENT = 16
@@ -46,18 +55,30 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
     from kernels.flash.hopper.forward_small import flash_forward_small
 
     problem, q, o = call.problem, call.q, call.o
-    width = block_d(problem)
     size = FORWARD_SIZE or forward_schedule.size_of_program(problem)
-    key_tile = FORWARD[width].tile if width > 128 else size.key_tile
-    program = {} if size.is_small else {"CONSUMERS": size.consumers, "TILES": size.tiles}
+    width, panels, chosen = block_d(problem), 1, FORWARD[block_d(problem)]
+    key_tile = chosen.tile if width > 128 else size.key_tile
+    if problem.value_dim is not None:
+        width, panels, chosen = schedule.PANEL_COLUMNS, NARROW_PANELS, NARROW_FORWARD
+        key_tile = chosen.tile
+    program: dict[str, Any] = {}
+    if not size.is_small:
+        program = {
+            "CONSUMERS": size.consumers,
+            "TILES": size.tiles,
+            "BLOCK_V": block_v(problem),
+            "PANELS": panels,
+        }
     return PreparedLaunch(
         flash_forward_small if size.is_small else flash_forward,
         grid(problem, q.shape[2], size.tiles * size.consumers * ROWS),
         {
             "BLOCK_K": key_tile,
-            "STAGES": FORWARD[width].stages,
+            "STAGES": chosen.stages,
+            "VALUE_DIM": problem.v_dim,
             **program,
             **_constants(problem),
+            "BLOCK_D": panels * width,
         },
         integers=(
             *o.stride()[:3],
@@ -73,7 +94,7 @@ def plan_forward(call: ForwardPass) -> PreparedLaunch:
         descriptors=(
             _tiles(q, ROWS, width),
             _tiles(call.k, key_tile, width),
-            _tiles(call.v, key_tile, width),
+            _tiles(call.v, key_tile, block_v(problem)),
         ),
     )
 
@@ -249,6 +270,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         (num_programs, 1, 1),
         {
             "STAGES": chosen.stages,
+            "HEAD_DIM": problem.head_dim,
             "ORDER": order,
             "SHARED": num_parts > 1 or divided is not None,
             "ONTO": onto,
@@ -291,7 +313,6 @@ def _constants(problem: Problem) -> dict[str, Any]:
     """Compile-time arguments of both Gluon kernels, the last of their parameters."""
     columns = schedule.columns(problem.head_dim)
     return {
-        "HEAD_DIM": problem.head_dim,
         "BLOCK_D": columns.stored,
         "MAIN": columns.main,
         "TAIL": columns.tail,

@@ -10,6 +10,9 @@ from kernels.flash.call.problem import Problem
 ROWS = 64
 """Rows of one consumer warpgroup, and of what each reads once."""
 
+PANEL_COLUMNS = 64
+"""Columns of 16 bits that lie together in shared memory (tiles.PANEL_COLUMNS)."""
+
 PROGRAM_ROWS = 2 * ROWS
 """Queries, or keys, of one program: those of its two consumers."""
 
@@ -33,6 +36,14 @@ FORWARD = {
     # O takes half of the registers, and shared memory holds no longer tiles.
     256: Schedule(tile=64, stages=2),
 }
+NARROW_FORWARD = Schedule(tile=128, stages=2)
+"""Of values narrower than keys: as FORWARD[128], since O has as many columns; not measured."""
+
+NARROW_PANELS = 3
+"""Panels of queries and keys, there."""
+NARROW_COLUMNS = 128
+"""Columns of values, there, in shared memory."""
+
 BACKWARD = {
     64: Schedule(tile=64, stages=4, resident=True),
     # dK and dV alone take half of the registers.
@@ -74,6 +85,22 @@ def columns(head_dim: int) -> Columns:
 def block_d(problem: Problem) -> int:
     """Columns of a tile in shared memory."""
     return columns(problem.head_dim).stored
+
+
+def block_v(problem: Problem) -> int:
+    """Columns of a tile of values in shared memory."""
+    return block_d(problem) if problem.value_dim is None else NARROW_COLUMNS
+
+
+def why_not_narrow(head_dim: int, value_dim: int) -> str | None:
+    """None if the kernels take values of fewer columns than keys, else the reason."""
+    most = NARROW_PANELS * PANEL_COLUMNS
+    if 128 < head_dim <= most and value_dim <= NARROW_COLUMNS and value_dim % 8 == 0:
+        return None
+    return (
+        f"value_dim {value_dim} of head_dim {head_dim}: must be a multiple of 8 up to "
+        f"{NARROW_COLUMNS} of a head_dim above 128 and up to {most}, or equal"
+    )
 
 
 def backward_rows(problem: Problem) -> int:

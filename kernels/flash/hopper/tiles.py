@@ -16,6 +16,9 @@ from triton.experimental.gluon import language as gl
 ROWS: gl.constexpr = gl.constexpr(64)
 """Rows of one consumer warpgroup: the M of one wgmma instruction."""
 
+PANEL_COLUMNS: gl.constexpr = gl.constexpr(64)
+"""Columns of 16 bits that lie together in shared memory: the width of a swizzle."""
+
 CONSUMERS: gl.constexpr = gl.constexpr(2)
 """Warpgroups of the backward kernel that compute, each on its own rows."""
 
@@ -286,7 +289,7 @@ def opaque(x):
 
 
 class Rows(NamedTuple):
-    """Rows of one head in a tensor of [batch, heads, seq, head_dim]."""
+    """Rows of one head in a tensor of [batch, heads, seq, columns]."""
 
     pointer: Any
     stride_b: Any

@@ -22,11 +22,13 @@ def check(
     window: int | None = None,
     *,
     small: bool = False,
+    panels: int = 1,
 ) -> None:
     """A random problem: every program stores, for its tiles, all visible keys, right to left.
 
     Args:
         small: with the kernel of small programs.
+        panels: of queries and keys; three where values are narrower.
     """
     rng = random.Random(seed)
     tiles, stages, causal = rng.choice((1, 2, 3, 4, 6)), rng.choice((2, 3, 4)), rng.random() < 0.7
@@ -62,6 +64,7 @@ def check(
             key_tile=key_tile,
             stages=stages,
             tail=tail,
+            panels=panels,
             causal=causal,
             mask=kind_of_mask(mask),
             edges=(mask.window or 0, mask.prefix_len, mask.shift),
@@ -70,6 +73,10 @@ def check(
         )
         for program in range(num_programs)
     ]
+    # The model cuts no tiles: where a second matmul takes the tail, both begin at the first column.
+    columns = (0, 64, 128) if panels == 3 else (0, 0) if tail else (0,)
+    all_scores = [s for stored in results for scores in stored.values() for s in scores]
+    assert all(s.columns == columns for s in all_scores)
     # Those that store nothing lie between the sequences of a packed batch.
     in_order = iter([stored for stored in results if stored])
     for sequence, (own_q_len, own_kv_len) in enumerate(lengths):
@@ -167,10 +174,14 @@ def test_heads_take_turns(heads_at_once: int) -> None:
 
 
 def check_many(
-    edit: tuple[str, str], windows: tuple[int | None, ...] = (None,), *, small: bool = False
+    edit: tuple[str, str],
+    windows: tuple[int | None, ...] = (None,),
+    *,
+    small: bool = False,
+    panels: int = 1,
 ) -> None:
     for seed in range(200):
-        check(seed, edit, windows[seed % len(windows)], small=small)
+        check(seed, edit, windows[seed % len(windows)], small=small, panels=panels)
 
 
 # What is taken away below is noticed in the first ten.
@@ -198,7 +209,7 @@ def test_no_order_of_events_breaks_it(seeds: range, small: bool) -> None:
         ("mbarrier.wait(shared.q_ready.index(place), filled // Q_SLOTS & 1)", "pass"),
         # One place for the queries of all tiles, and one too few.
         ("(STAGES + 2) // 2", "(STAGES + 1) // 2"),
-        ("q_tiles.index(place * CONSUMERS + ", "q_tiles.index("),
+        ("place * CONSUMERS + ", ""),
         # A ring that begins anew with each query tile.
         ("for turn in range(TILES):", "for turn in range(TILES):\n        slot = 0"),
         ("num_key_tiles + 1, 0)", "num_key_tiles + 1, 1)"),
@@ -208,6 +219,30 @@ def test_no_order_of_events_breaks_it(seeds: range, small: bool) -> None:
 def test_notices_what_is_taken_away(edit: tuple[str, str]) -> None:
     with pytest.raises(ProtocolError):
         check_many(edit)
+
+
+def test_queries_and_keys_in_panels() -> None:
+    for seed in range(25):
+        check(seed, panels=3)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("CONSUMERS * PANELS * inputs", "CONSUMERS * inputs"),
+        ("PANELS * inputs.k", "inputs.k"),
+        ("slot * PANELS + panel", "slot + panel"),
+        ("(place * CONSUMERS + consumer) * PANELS", "(place * CONSUMERS + consumer)"),
+        ("row, panel * PANEL_COLUMNS]", "row, 0]"),
+        ("first = PANELS * place", "first = place"),
+        ("tiles.index(first + 2)", "tiles.index(first + 1)"),
+        ("gl.static_range(1, PANELS)", "gl.static_range(2, PANELS)"),
+    ],
+    ids=lambda edit: edit[0][:40],
+)
+def test_notices_wrong_panels(edit: tuple[str, str]) -> None:
+    with pytest.raises(AssertionError):
+        check_many(edit, panels=3)
 
 
 @pytest.mark.parametrize(
