@@ -212,6 +212,7 @@ def order_of(name: str, heads: int, length: int, head_dim: int) -> Order:
         kv_len=length,
         members=1,
         stored=head_dim,
+        stored_values=head_dim,
         processors=PROCESSORS,
     )
     divide = {"divided": bands_of, "sections": division_of}.get(name)

@@ -180,12 +180,12 @@ def forward(x: Values) -> None:
     found = scores.logsumexp(-1)
     lse.copy_(found)
     p = (scores - found.nan_to_num(neginf=0.0)[..., None]).exp()
-    at(x["o_ptr"], DTYPE, q.shape, strides).copy_(p @ values)
+    at(x["o_ptr"], DTYPE, (*q.shape[:3], x["VALUE_DIM"]), strides).copy_(p @ values)
 
 
 def row_statistics(x: Values) -> None:
     heads, rows, lines = x["num_heads"], x["q_len"], x["plane"] // x["padded_len"]
-    shape = (lines // heads, heads, rows, x["HEAD_DIM"])
+    shape = (lines // heads, heads, rows, x["VALUE_DIM"])
     o = at(x["o_ptr"], DTYPE, shape, (x["stride_ob"], x["stride_oh"], x["stride_os"], 1))
     do = at(x["do_ptr"], DTYPE, shape, (x["stride_dob"], x["stride_doh"], x["stride_dos"], 1))
     lse = contiguous(x["lse_ptr"], torch.float32, lines, rows)
@@ -202,7 +202,9 @@ def backward(x: Values) -> None:
     q, do, k, v = (at(x[name][0], DTYPE, *x[name][1:]).double() for name in names)
     batch, heads, rows, head_dim = q.shape
     lines, padded = x["num_lines"], x["padded_len"]
-    query, key = (torch.arange(n) // 128 for n in (rows, k.shape[2]))
+    # Of a program, and of a turn.
+    size = 128 if x["BLOCK_D"] <= 128 else 64
+    query, key = (torch.arange(n) // size for n in (rows, k.shape[2]))
     in_bands = x["ORDER"] in ("bands", "halves")
     # Of each pair of a query and a key, to which sum of dq it adds.
     sum_of = torch.zeros(rows, len(key), dtype=torch.int64)
@@ -236,22 +238,23 @@ def backward(x: Values) -> None:
         key_counts = contiguous(x["key_counts"], torch.int32, num_key_lines, padded_keys // 64)
         assert not key_counts.any(), "counts begin at zero"
         key_counts.fill_(7)
-        shape = (num_key_lines, 2, padded_keys, x["BLOCK_D"])
-        contiguous(x["key_sums"], torch.float32, *shape).fill_(7)
+        row = x["BLOCK_D"] + x.get("BLOCK_V", x["BLOCK_D"])
+        contiguous(x["key_sums"], torch.float32, num_key_lines, padded_keys, row).fill_(7)
     for y, letter, factor in (((ds.mT @ q), "k", x["scale"]), ((p.mT @ do), "v", 1.0)):
         strides = (x[f"stride_{letter}b"], x[f"stride_{letter}h"], x[f"stride_{letter}s"], 1)
         members = y.unflatten(1, (k.shape[1], x["group_size"])).sum(2)
-        at(x[f"d{letter}_ptr"], DTYPE, k.shape, strides).copy_(members * factor)
+        at(x[f"d{letter}_ptr"], DTYPE, members.shape, strides).copy_(members * factor)
 
 
 def finish_dq(x: Values) -> None:
     lines, rows, width = x["BATCH"] * x["num_heads"], x["q_len"], x["HEAD_DIM"]
     shape = (x["SUMS"], lines, x["padded_len"], x["BLOCK_D"])
     first, *further = contiguous(x["sums_ptr"], torch.float32, *shape).double()
-    last_key = torch.arange(rows) // 128 * 128 + 127 + x["kv_len"] - rows
+    turn = x["TURN"]
+    last_key = torch.arange(rows) // turn * turn + turn - 1 + x["kv_len"] - rows
     dq = torch.where((last_key >= 0)[:, None], first[:, :rows, :width], 0.0)
     for place, sums in enumerate(further, 1):
-        reached = last_key >= place * x["turns_apart"] * 128
+        reached = last_key >= place * x["turns_apart"] * turn
         dq = dq + torch.where(reached[:, None], sums[:, :rows, :width], 0.0)
     dq = dq * x["scale"]
     shape = (x["BATCH"], x["num_heads"], rows, width)
@@ -262,6 +265,7 @@ def finish_dq(x: Values) -> None:
 def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
     """Hopper kernels run here, on CPU tensors of so many sequences."""
     from kernels.flash.hopper import backward as hopper_backward
+    from kernels.flash.hopper import backward_wide as hopper_wide
     from kernels.flash.hopper import forward as hopper_forward
     from kernels.flash.hopper import forward_small as hopper_small
     from kernels.flash.hopper import rows as hopper_rows
@@ -275,6 +279,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
         (hopper_forward, "flash_forward", forward),
         (hopper_small, "flash_forward_small", forward),
         (hopper_backward, "flash_backward", backward),
+        (hopper_wide, "flash_backward_wide", backward),
         (hopper_rows, "row_statistics", row_statistics),
         (hopper_rows, "finish_dq", finish_dq),
     ):

@@ -49,7 +49,7 @@ class Pair(Anything):
     key: Rows
     is_masked: bool = False
     width: int = field(default=0, compare=False)
-    """Columns of the head dim of which S or dP is the product."""
+    """Columns of which S or dP is the product; of P those of which dP has to be."""
 
     def to(self, _: Any) -> Pair:
         return self
@@ -98,10 +98,22 @@ class Sum(Anything):
     column: int = 0
     width: int | None = None
     """Columns; None if the source does not say."""
-    shape = ANYTHING
+    first: int | None = None
+    """The first column of the tile in shared memory that they come from, likewise."""
+
+    @property
+    def shape(self) -> Any:
+        return ANYTHING if self.width is None else (64, self.width)
 
     def __mul__(self, _: Any) -> Sum:
         return self
+
+
+@dataclass(frozen=True)
+class Zeros(Anything):
+    """Where sums begin."""
+
+    shape: tuple[int, int]
 
 
 def pairs_of(x: Any) -> tuple[Pair, ...]:
@@ -191,6 +203,10 @@ class BackwardMachine(Machine):
         super().__init__(seed, (0, 0), grid)
         self.at = at
         self.width = 0
+        self.value_width = 0
+        """Columns of values that matmuls take, and ``width`` those of keys."""
+        self.head_dims: dict[str, int] = {}
+        """Columns of dk and dv in memory."""
         self.widths: dict[tuple[str, int], int] = {}
         """Columns of the head dim; and of the parts of sums, by kind and first column."""
         self.programs: list[list[Role]] = []
@@ -247,8 +263,19 @@ class BackwardMachine(Machine):
 
     def warpgroup_mma(self, a: Any, b: Any, c: Any, **_: Any) -> Any:
         self.role.pause()
+        before = len(self.role.matmuls)
+        result = self.product(a, b, c)
+        for matmul in self.role.matmuls[before:]:
+            matmul.result = result
+        return result
+
+    def check_over(self, x: Any) -> None:
+        if any(matmul.result is x for matmul in self.role.matmuls):
+            raise ProtocolError(f"{x} is read before the wait for its matmul")
+
+    def product(self, a: Any, b: Any, c: Any) -> Any:
         of_a, of_b = (x.columns if isinstance(x, Slice | Loaded) else None for x in (a, b))
-        width = of_b[1] if of_b else None
+        first, width = of_b or (None, None)
         a, b = (x.tile if isinstance(x, Slice) else x for x in (a, b))
         column = b.column if isinstance(b, Part) else 0
         b = b.tile if isinstance(b, Part) else b
@@ -259,9 +286,11 @@ class BackwardMachine(Machine):
             # dQ of the turn before is computed in the first turn, too, and not used.
             is_there = is_there and a.holds[0].kind == "ds"
             if not is_there:
+                self.role.matmuls.append(Matmul([]))
                 return Sum((NEVER,))
         elif left is not None and b.holds is None:
             # Nor are scores behind the last turn.
+            self.role.matmuls.append(Matmul([]))
             return NEVER
         if not is_there:
             raise ProtocolError("a matmul reads what is not there, or not yet fenced")
@@ -286,14 +315,17 @@ class BackwardMachine(Machine):
         pairs = *pairs_of(c), pair
         if isinstance(c, Sum) and None not in (c.width, width) and c.width != width:
             raise ProtocolError(f"{width} columns are added to {c.width}")
-        return Sum((NEVER,) if NEVER in pairs else pairs, column, width)
+        if isinstance(c, Zeros) and width not in (None, c.shape[1]):
+            raise ProtocolError(f"{width} columns are added to {c.shape[1]}")
+        return Sum((NEVER,) if NEVER in pairs else pairs, column, width, first)
 
     def probabilities(self, s: Pair, lse: Loaded, *arguments: Any) -> Pair:
+        self.check_over(s)
         if s.kind != "s" or (lse.name, lse.rows) != ("lse", s.query):
             raise ProtocolError(f"{lse} for {s}")
         if s.width != self.width:
             raise ProtocolError(f"scores of {s.width} columns of {self.width}")
-        return Pair("p", s.query, s.key, is_masked=arguments[8], width=s.width)
+        return Pair("p", s.query, s.key, is_masked=arguments[8], width=self.value_width)
 
     def slope_of_cap(self, p: Pair, lse: Loaded, _: float) -> Pair:
         if (p.kind, lse.name, lse.rows) != ("p", "lse", p.query):
@@ -302,6 +334,7 @@ class BackwardMachine(Machine):
 
     def add_tile(self, place: int, x: Sum, is_first: bool) -> None:
         self.role.pause()
+        self.check_over(x)
         if NEVER in pairs_of(x):
             raise ProtocolError("what was never computed is added")
         if is_first != (not self.added[place]):
@@ -322,10 +355,17 @@ class BackwardMachine(Machine):
             raise ProtocolError("sums are read before anybody has added to them")
         return Sum((*(pair for one in self.added[place] for pair in one.pairs), *pairs_of(x)))
 
-    def store_gradient(self, x: Any, rows: Any, first: int, column: int, *_: Any) -> None:
+    def store_gradient(
+        self, x: Any, rows: Any, first: int, column: int, head_dim: int, *_: Any
+    ) -> None:
         key = rows.pointer, rows.head, rows.start + first, column
+        self.check_over(x)
+        if head_dim != self.head_dims[rows.pointer]:
+            raise ProtocolError(f"{head_dim} columns of {rows.pointer}")
         if first < rows.length:
             self.check_width("dk, dv", column, x)
+            if isinstance(x, Sum) and x.first not in (None, column):
+                raise ProtocolError(f"columns from {x.first} on are stored from {column} on")
             if key in self.gradients:
                 raise ProtocolError(f"{key} is stored twice")
             self.gradients[key] = pairs_of(x)
@@ -338,6 +378,7 @@ class BackwardLanguage(Language):
     SwizzledSharedLayout = ANYTHING
     broadcast = staticmethod(lambda a, b: (a, b))
     abs = staticmethod(abs)
+    zeros = staticmethod(lambda shape, *_: Zeros(tuple(shape)))  # type: ignore[assignment]
 
     def __init__(self, machine: BackwardMachine) -> None:
         super().__init__(machine)
@@ -379,6 +420,8 @@ class Call:
     apart: bool
     """This and the next one: not of the wide kernel."""
     rolled: bool
+    narrow: bool = False
+    """Whether values have 128 columns beside keys of 192; of the wide kernel alone."""
 
     @property
     def shared(self) -> bool:
@@ -418,7 +461,12 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
 
     machine = BackwardMachine(seed, call.programs, at)
     machine.width = call.main + call.tail
-    if call.columns <= 128:
+    machine.value_width = 128 if call.narrow else machine.width
+    head_dim = machine.width if call.columns == 256 else 96
+    machine.head_dims = {"dk": head_dim, "dv": 128 if call.narrow else head_dim}
+    if call.columns == 256:
+        machine.widths = {("dk, dv", 0): 128, ("dk, dv", 128): machine.width - 128}
+    else:
         machine.widths = {
             ("dq", 0): min(call.main, 64),
             ("dq", 1): call.tail or 64,
@@ -475,7 +523,8 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     structures = ("Shared", "Views", "HalfTurn", "Progress")
     if call.columns == 256:
         kernel = backward_wide
-        constants = 2, 256, 256, call.main, call.tail, call.causal, call.mask, call.softcap
+        constants = 2, head_dim, machine.head_dims["dv"], 256, 128 if call.narrow else 256
+        constants += call.main, call.tail, call.causal, call.mask, call.softcap
         constants += (call.order, call.shared, False)
         functions = ("start_dq", "turn_of_scores", "turn_of_gradients", "flash_backward_wide")
         structures = ("Shared", "Views", "Turn", "Progress")

@@ -95,6 +95,7 @@ class Matmul:
     """One wgmma under way, and what its operands in shared memory held when it began."""
 
     operands: list[tuple[Tile, tuple[str, int, int]]]
+    result: Any = None
 
     def finish(self) -> None:
         for tile, held in self.operands:
@@ -459,7 +460,7 @@ def run_program(
         "place_in_order",
         "place_in_batch",
         "query_tile",
-        "tile_at",
+        "panels_at",
         "start_scores",
     )
     shared += ("start_values", "finish")

@@ -832,7 +832,7 @@ def flash_backward(
             seq,
             band,
             num_bands,
-            BLOCK_D,
+            2 * BLOCK_D,
             ORDER,
         )
     gl.static_assert(not APART or BLOCK_D == 2 * ROWS)

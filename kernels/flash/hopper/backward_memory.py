@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import backward_schedule
-from kernels.flash.hopper.schedule import PROGRAM_ROWS, ROWS, columns
+from kernels.flash.hopper.schedule import PROGRAM_ROWS, ROWS, columns, stored_values
 from kernels.launching.prepared import MAX_PLANS
 from kernels.query_gradient import QueryBlock, QueryGradientMemory
 
@@ -34,6 +34,7 @@ def key_heads_of_slice(problem: Problem, num_queries: int, num_keys: int) -> int
         problem.group_size,
         _bytes_of_key_head(
             head_dim=problem.head_dim,
+            value_dim=problem.value_dim,
             group_size=problem.group_size,
             num_queries=num_queries,
             num_keys=num_keys if backward_schedule.num_parts(problem) > 1 else 0,
@@ -71,10 +72,17 @@ def _key_heads_of_slice(num_kv_heads: int, group_size: int, one_head: int) -> in
     return min(num_kv_heads, max(1, SLICE_BYTES // one_head))
 
 
-def _bytes_of_key_head(*, head_dim: int, group_size: int, num_queries: int, num_keys: int) -> int:
+def _bytes_of_key_head(
+    *, head_dim: int, value_dim: int | None, group_size: int, num_queries: int, num_keys: int
+) -> int:
     """The sums of dq and two statistics of each row of a group, and the sums of dk and dv."""
     row = 4 * columns(head_dim).stored
-    return group_size * num_queries * (row + 8) + 2 * num_keys * row
+    return group_size * num_queries * (row + 8) + num_keys * _bytes_of_key(head_dim, value_dim)
+
+
+def _bytes_of_key(head_dim: int, value_dim: int | None) -> int:
+    """Of its sums of dk and dv."""
+    return 4 * (columns(head_dim).stored + stored_values(head_dim, value_dim))
 
 
 def backward_workspace(
@@ -85,6 +93,7 @@ def backward_workspace(
     q_len: int,
     kv_len: int,
     head_dim: int,
+    value_dim: int | None = None,
     causal: bool,
     window: int | None = None,
     hides_more: bool = False,
@@ -93,6 +102,7 @@ def backward_workspace(
     """Bytes that the backward pass allocates, here or elsewhere, on a GPU of PROCESSORS.
 
     Args:
+        value_dim: of :class:`Problem`.
         hides_more: whether there is a prefix or a shift.
     """
     parts = _parts(
@@ -108,6 +118,7 @@ def backward_workspace(
     group_size = num_heads // num_kv_heads
     one_head = _bytes_of_key_head(
         head_dim=head_dim,
+        value_dim=value_dim,
         group_size=group_size,
         num_queries=batch_size * q_len,
         num_keys=batch_size * kv_len if parts > 1 else 0,
@@ -122,6 +133,7 @@ def backward_workspace(
                 q_len=q_len,
                 kv_len=kv_len,
                 head_dim=head_dim,
+                value_dim=value_dim,
                 packed=packed,
             )
         )
@@ -136,6 +148,7 @@ def _bytes_of_further_sums(
     q_len: int,
     kv_len: int,
     head_dim: int,
+    value_dim: int | None,
     packed: bool,
 ) -> tuple[int, int]:
     """Bytes under a causal mask, on a GPU of PROCESSORS, of the sums that one program a tile lacks.
@@ -161,13 +174,14 @@ def _bytes_of_further_sums(
         kv_len=kv_len,
         members=num_heads // num_kv_heads // parts,
         stored=stored,
+        stored_values=stored_values(head_dim, value_dim),
         processors=PROCESSORS,
     )
     one_sum = 4 * stored * batch_size * num_heads * q_len
     divided = None if packed else backward_schedule.division_of(grid)
     if divided is not None:
-        of_keys = 2 * 4 * stored * batch_size * num_kv_heads * kv_len if parts == 1 else 0
-        return (divided.sums - 1) * one_sum, of_keys
+        of_keys = batch_size * num_kv_heads * kv_len * _bytes_of_key(head_dim, value_dim)
+        return (divided.sums - 1) * one_sum, of_keys if parts == 1 else 0
     return one_sum if backward_schedule.keys_turned_of(grid) else 0, 0
 
 
@@ -213,9 +227,14 @@ def query_gradient_memory(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    value_dim: int | None = None,
     blocks: Sequence[QueryBlock],
 ) -> QueryGradientMemory | None:
-    """Bytes of sums that go on from block to block, on a GPU of PROCESSORS; None if they cannot."""
+    """Bytes of sums that go on from block to block, on a GPU of PROCESSORS; None if they cannot.
+
+    Args:
+        value_dim: of :class:`Problem`.
+    """
     num_queries = blocks[0].stop
     if not are_whole_turns(blocks, num_queries):
         return None
@@ -232,11 +251,10 @@ def query_gradient_memory(
             causal=block.spec.causal,
         )
         num_keys = batch_size * block.num_keys if parts > 1 else 0
-        of_keys = _bytes_of_key_head(
-            head_dim=head_dim, group_size=group_size, num_queries=0, num_keys=num_keys
-        )
+        of_keys = num_keys * _bytes_of_key(head_dim, value_dim)
         of_queries = _bytes_of_key_head(
             head_dim=head_dim,
+            value_dim=value_dim,
             group_size=group_size,
             num_queries=batch_size * (block.stop - block.start),
             num_keys=0,
@@ -245,7 +263,11 @@ def query_gradient_memory(
             return None
         of_blocks.append(float(num_kv_heads * of_keys))
     kept = num_kv_heads * _bytes_of_key_head(
-        head_dim=head_dim, group_size=group_size, num_queries=batch_size * num_queries, num_keys=0
+        head_dim=head_dim,
+        value_dim=value_dim,
+        group_size=group_size,
+        num_queries=batch_size * num_queries,
+        num_keys=0,
     )
     if blocks[0].spec.causal:
         of_queries, of_keys = _bytes_of_further_sums(
@@ -255,6 +277,7 @@ def query_gradient_memory(
             q_len=num_queries,
             kv_len=blocks[0].num_keys,
             head_dim=head_dim,
+            value_dim=value_dim,
             packed=False,
         )
         kept += of_queries

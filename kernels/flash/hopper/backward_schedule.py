@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple
 import torch
 
 from kernels.flash.call.problem import Problem
-from kernels.flash.hopper.schedule import Columns, backward_rows, block_d, columns, mask_kind
+from kernels.flash.hopper.schedule import (
+    Columns,
+    backward_rows,
+    block_d,
+    block_v,
+    columns,
+    mask_kind,
+)
 
 CACHE_BYTES = 50 << 20
 """Of the L2 cache of the H100, for predictions; the H200's is larger."""
@@ -98,20 +105,20 @@ def heads_at_once(problem: Problem) -> int:
         return 8 if block_d(problem) <= 64 else 4
     return causal_heads_at_once(
         queries=problem.q_len * (problem.group_size // num_parts(problem)),
-        stored=block_d(problem),
+        row_bytes=_bytes_of_query(block_d(problem), block_v(problem)),
         cache_bytes=torch.cuda.get_device_properties(problem.device).L2_cache_size,
     )
 
 
-def causal_heads_at_once(*, queries: int, stored: int, cache_bytes: int) -> int:
-    """As :func:`heads_at_once`, of programs that loop over so many ``queries`` of 16 bits."""
-    fitting = 2 * cache_bytes // (3 * _bytes_of_head(queries, stored))
+def causal_heads_at_once(*, queries: int, row_bytes: int, cache_bytes: int) -> int:
+    """As :func:`heads_at_once`, of programs that loop over so many ``queries``."""
+    fitting = 2 * cache_bytes // (3 * queries * row_bytes)
     return 1 << max(0, fitting.bit_length() - 1)
 
 
-def _bytes_of_head(queries: int, stored: int) -> int:
+def _bytes_of_query(stored: int, stored_values: int) -> int:
     """Of q and do, of 16 bits each, and of the sums of dq."""
-    return queries * stored * (2 * 2 + 4)
+    return (2 + 4) * stored + 2 * stored_values
 
 
 FEW_ROUNDS = 8
@@ -136,12 +143,19 @@ class Grid(NamedTuple):
     """Query heads that a program takes one after another."""
     stored: int
     """Columns in shared memory."""
+    stored_values: int
+    """The same of values and do."""
     processors: int
 
     @property
     def rounds(self) -> float:
         """Programs for each processor."""
         return self.heads * self.num_key_tiles / self.processors
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a query's q and do, and of its sums of dq."""
+        return _bytes_of_query(self.stored, self.stored_values)
 
 
 def backward_grid(problem: Problem) -> Grid:
@@ -154,6 +168,7 @@ def backward_grid(problem: Problem) -> Grid:
         kv_len=problem.kv_len,
         members=problem.group_size // parts,
         stored=block_d(problem),
+        stored_values=block_v(problem),
         processors=torch.cuda.get_device_properties(problem.device).multi_processor_count,
     )
 
@@ -255,7 +270,7 @@ def sections_of(grid: Grid) -> Division | None:
     if grid.rounds <= MANY_ROUNDS:
         return None
     # Not this GPU's cache: predictions of memory ask, too.
-    number = round(1.5 * _bytes_of_head(grid.q_len, grid.stored) / CACHE_BYTES)
+    number = round(1.5 * (grid.q_len * grid.row_bytes) / CACHE_BYTES)
     if number < 2:
         return None
     turns = -(-grid.num_key_tiles // number)
@@ -338,7 +353,7 @@ def keys_turned_of(grid: Grid) -> int:
         return 0
     # Not this GPU's cache: predictions of memory ask, too.
     group = causal_heads_at_once(
-        queries=grid.q_len * grid.members, stored=grid.stored, cache_bytes=CACHE_BYTES
+        queries=grid.q_len * grid.members, row_bytes=grid.row_bytes, cache_bytes=CACHE_BYTES
     )
     turned = heads_turned_of(grid, group=group)
     if turned < grid.heads:

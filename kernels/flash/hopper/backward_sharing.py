@@ -46,15 +46,16 @@ def sharing_of(
     seq,
     band,
     num_bands,
-    BLOCK_D: gl.constexpr,
+    COLUMNS: gl.constexpr,
     ORDER: gl.constexpr,
 ):
     """The place of a program among those of its tile, in the order in which they start.
 
     Args:
-        key_sums: [key heads of the batch, padded_keys / 64, 2, 64 * BLOCK_D] float32: dk and dv of
-            64 keys, in the order of ``by_thread``.
+        key_sums: [key heads of the batch, padded_keys / 64, 64 * COLUMNS] float32: dk of 64 keys,
+            and then dv, in the order of ``by_thread``.
         key_counts: [key heads of the batch, padded_keys / 64] int32, zero at the start.
+        COLUMNS: of dk and dv together, padded.
     """
     num_programs = group_size // heads.num_members
     before = heads.first_head % group_size // heads.num_members
@@ -70,7 +71,7 @@ def sharing_of(
         ends=before == num_programs - 1,
         before=before,
         count=key_counts + row // ROWS,
-        sums=key_sums + row * (2 * BLOCK_D),
+        sums=key_sums + row * COLUMNS,
     )
 
 

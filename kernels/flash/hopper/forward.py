@@ -60,6 +60,7 @@ from kernels.flash.hopper.forward_tile import (
     finish,
     from_words,
     masked,
+    panels_at,
     place_in_batch,
     query_tile,
     raise_reference,
@@ -68,7 +69,6 @@ from kernels.flash.hopper.forward_tile import (
     softmax_step,
     start_scores,
     start_values,
-    tile_at,
     to_words,
 )
 from kernels.flash.hopper.tiles import (
@@ -226,7 +226,11 @@ def advance(
     dtype: gl.constexpr = shared.q_tiles.dtype
     LAZY: gl.constexpr = o.shape[1] >= LAZY_COLUMNS
     p = from_words(words, dtype, gl.DotOperandLayout(0, o.type.layout, 2))
-    s = start_scores(q_tile, tile_at(shared.k_tiles, slot, PANELS), MAIN, TAIL, PANELS)
+    if PANELS == 1:
+        k_tile = shared.k_tiles.index(slot)
+    else:
+        k_tile = panels_at(shared.k_tiles, slot, PANELS)
+    s = start_scores(q_tile, k_tile, MAIN, TAIL, PANELS)
     mbarrier.wait(shared.v_ready.index(slot), phase)
     o = start_values(p, shared.v_tiles.index(slot), o)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -309,7 +313,11 @@ def consume(
         tiles = key_tiles(first, seq.q_len, seq.kv_len, edges, TILE_ROWS, BLOCK_K, CAUSAL, MASK)
         num_key_tiles = tiles.stop - tiles.start
         place = filled % Q_SLOTS
-        q_tile = tile_at(shared.q_tiles, place * CONSUMERS + CONSUMER, PANELS)
+        q_place = place * CONSUMERS + CONSUMER
+        if PANELS == 1:
+            q_tile = shared.q_tiles.index(q_place)
+        else:
+            q_tile = panels_at(shared.q_tiles, q_place, PANELS)
         first_row = first + CONSUMER * ROWS
         reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
         total = row_sums_by_thread(gl.zeros([ROWS, BLOCK_K], gl.float32, S_LAYOUT))
@@ -318,7 +326,11 @@ def consume(
             mbarrier.wait(shared.q_ready.index(place), filled // Q_SLOTS & 1)
             filled += 1
             mbarrier.wait(shared.k_ready.index(slot), phase)
-            s = start_scores(q_tile, tile_at(shared.k_tiles, slot, PANELS), MAIN, TAIL, PANELS)
+            if PANELS == 1:
+                k_tile = shared.k_tiles.index(slot)
+            else:
+                k_tile = panels_at(shared.k_tiles, slot, PANELS)
+            s = start_scores(q_tile, k_tile, MAIN, TAIL, PANELS)
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(shared.free.index(slot))
             scale = scale_log2

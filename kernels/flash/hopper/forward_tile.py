@@ -281,15 +281,11 @@ def start_values(p, v_tile, o):
 
 
 @gluon.jit
-def tile_at(tiles, place, PANELS: gl.constexpr):
-    """The tile at ``place``; or its three panels, which lie there one after another."""
-    if PANELS == 1:
-        tile = tiles.index(place)
-    else:
-        gl.static_assert(PANELS == 3)
-        first = PANELS * place
-        tile = tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
-    return tile
+def panels_at(tiles, place, PANELS: gl.constexpr):
+    """The three panels of the tile at ``place``, which lie in ``tiles`` one after another."""
+    gl.static_assert(PANELS == 3)
+    first = PANELS * place
+    return tiles.index(first), tiles.index(first + 1), tiles.index(first + 2)
 
 
 @gluon.jit

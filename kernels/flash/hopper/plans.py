@@ -139,20 +139,13 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
     from kernels.flash.hopper.rows import finish_dq, row_statistics
 
     problem, q, do, o, dq = call.problem, call.q, call.do, call.o, call.dq
-    width = block_d(problem)
+    width, value_width = block_d(problem), block_v(problem)
     num_lines, lse_len = q.shape[0] * q.shape[1], q.shape[2]
     padded_len = _padded(lse_len, problem)
     of_keys = _key_workspace(call, onto=False)
     keys_turned = backward_schedule.keys_turned(problem)
     divided = backward_schedule.division(problem)
     num_sums = divided.sums if divided else 2 if keys_turned else 1
-    rowwise = {
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": width,
-        "BLOCK_Q": PROGRAM_ROWS,
-        "PACKED": problem.packed,
-        "num_warps": width // 32 if width > 128 else 4,
-    }
     return BackwardPlan(
         workspace=(
             ((2, num_lines, padded_len), torch.float32),
@@ -163,7 +156,15 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
         row_statistics=PreparedLaunch(
             row_statistics,
             grid(problem, lse_len, PROGRAM_ROWS),
-            {**rowwise, "HAS_DLSE": call.dlse is not None, "SUMS": num_sums},
+            {
+                "VALUE_DIM": problem.v_dim,
+                "BLOCK_V": value_width,
+                "BLOCK_Q": PROGRAM_ROWS,
+                "PACKED": problem.packed,
+                "num_warps": _num_warps(value_width),
+                "HAS_DLSE": call.dlse is not None,
+                "SUMS": num_sums,
+            },
             integers=(
                 *o.stride()[:3],
                 *do.stride()[:3],
@@ -181,8 +182,11 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
             finish_dq,
             grid(problem, lse_len, FINISHED_ROWS),
             {
-                **rowwise,
+                "HEAD_DIM": problem.head_dim,
+                "BLOCK_D": width,
                 "BLOCK_Q": FINISHED_ROWS,
+                "PACKED": problem.packed,
+                "num_warps": _num_warps(width),
                 "TURN": schedule.backward_rows(problem),
                 "CAUSAL": problem.causal,
                 "MASK": schedule.mask_kind(problem),
@@ -201,6 +205,11 @@ def plan_backward(call: BackwardPass) -> BackwardPlan:
             ),
         ),
     )
+
+
+def _num_warps(width: int) -> int:
+    """Warps of a program that has rows of so many columns."""
+    return width // 32 if width > 128 else 4
 
 
 class OntoPlan(NamedTuple):
@@ -235,7 +244,8 @@ def _key_workspace(call: BackwardPass, *, onto: bool) -> Workspace:
     if backward_schedule.num_parts(problem) == 1 and divided is None:
         return ()
     tiles = k.shape[0] * problem.num_kv_heads, _padded(k.shape[2], problem) // ROWS
-    return (tiles, torch.int32), ((*tiles, 2, ROWS * block_d(problem)), torch.float32)
+    numbers = ROWS * (block_d(problem) + block_v(problem))
+    return (tiles, torch.int32), ((*tiles, numbers), torch.float32)
 
 
 def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLaunch:
@@ -259,8 +269,9 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         rows = schedule.backward_rows(problem)
         programs_of_slot = grid.heads // problem.batch_size
         num_programs = programs_of_slot * slots(k.shape[2], problem.batch_size, rows)
-    by_width = {}
+    by_width: dict[str, Any] = {"VALUE_DIM": problem.v_dim, "BLOCK_V": block_v(problem)}
     if width <= 128:
+        by_width = {}
         by_width["RESIDENT"] = chosen.resident
         by_width["APART"] = backward_schedule.halves_apart(problem)
         by_width["ROLLED"] = backward_schedule.halves_rolled(problem)
@@ -295,9 +306,9 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         ),
         descriptors=(
             _tiles(q, chosen.tile, width),
-            _tiles(call.do, chosen.tile, width),
+            _tiles(call.do, chosen.tile, block_v(problem)),
             _tiles(k, ROWS, width),
-            _tiles(call.v, ROWS, width),
+            _tiles(call.v, ROWS, block_v(problem)),
             _lines(2 * num_lines, padded_len, chosen.tile),
         ),
     )

@@ -49,8 +49,8 @@ def row_statistics(
     padded_len,
     plane,
     num_key_counts,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_DLSE: tl.constexpr,
@@ -84,9 +84,9 @@ def row_statistics(
     if (block < 0) | (block * BLOCK_Q >= q_len):
         return
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    column = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, BLOCK_V)
     inside = row < q_len
-    mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+    mask = inside[:, None] & (column < VALUE_DIM)[None, :]
     rows = (start + row).to(tl.int64)[:, None]
     batch = tl.cast(batch, tl.int64)
     o_base = batch * stride_ob + head.to(tl.int64) * stride_oh

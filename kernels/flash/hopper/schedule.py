@@ -89,7 +89,12 @@ def block_d(problem: Problem) -> int:
 
 def block_v(problem: Problem) -> int:
     """Columns of a tile of values in shared memory."""
-    return block_d(problem) if problem.value_dim is None else NARROW_COLUMNS
+    return stored_values(problem.head_dim, problem.value_dim)
+
+
+def stored_values(head_dim: int, value_dim: int | None) -> int:
+    """As :func:`block_v`, of values of ``value_dim`` columns; None stands for as many as keys."""
+    return columns(head_dim).stored if value_dim is None else NARROW_COLUMNS
 
 
 def why_not_narrow(head_dim: int, value_dim: int) -> str | None:

@@ -21,9 +21,10 @@ def size_of(columns: int) -> int:
     return 64 if columns == 256 else 128
 
 
-def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
-    """A call, and the lengths of its sequences."""
-    columns, causal = rng.choice((64, 128, 128, 256)), rng.random() < 0.7
+def random_call(rng: random.Random, *, narrow: bool = False) -> tuple[Call, list[tuple[int, int]]]:
+    """A call, and the lengths of its sequences; with values narrower than keys or not."""
+    columns = 256 if narrow else rng.choice((64, 128, 128, 256))
+    causal = rng.random() < 0.7
     q_len, kv_len = rng.randint(1, 500), rng.randint(1, 500)
     window, prefix_len, shift, mask = 0, 0, 0, "plain"
     if rng.random() < 0.3:
@@ -73,7 +74,8 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
     if cu_seqlens and order != "keys":
         slots = plans.slots(cu_seqlens[1][-1], len(lengths), size_of(columns))
         programs = num_heads // num_members * slots
-    tail = rng.choice((0, 32)) if columns == 128 else 0
+    tail = rng.choice((0, 32)) if columns == 128 else 64 if narrow else 0
+    main = 64 if tail else rng.choice((16, 32, 64)) if columns == 64 else columns
     call = Call(
         q_len=q_len,
         kv_len=kv_len,
@@ -91,19 +93,20 @@ def random_call(rng: random.Random) -> tuple[Call, list[tuple[int, int]]]:
         programs=programs,
         at_once=rng.randint(1, 5),
         columns=columns,
-        main=64 if tail else rng.choice((16, 32, 64)) if columns == 64 else columns,
+        main=128 if narrow else main,
         tail=tail,
         softcap=rng.choice((0.0, 0.0, 5.0)),
         apart=columns == 128 and rng.random() < 0.4,
         rolled=columns == 128 and not tail and rng.random() < 0.4,
+        narrow=narrow,
     )
     return call, lengths
 
 
-def check(seed: int, edit: tuple[str, str] | None = None) -> None:
+def check(seed: int, edit: tuple[str, str] | None = None, *, narrow: bool = False) -> None:
     """Each pair of a head's queries and keys that a turn has is in dQ, dK and dV once."""
     rng = random.Random(seed)
-    call, lengths = random_call(rng)
+    call, lengths = random_call(rng, narrow=narrow)
     machine = run_call(call, rng.randrange(1 << 30), edit)
     pairs = wanted_pairs(call, lengths)
     check_gradients(machine, call, pairs)
@@ -152,11 +155,12 @@ def check_gradients(machine: BackwardMachine, call: Call, wanted: list[Wanted]) 
     for pair in wanted:
         if pair.has_keys:
             by_key[pair.key][pair.query] = pair.is_masked
-    columns = {0, 64} if call.tail else {0, 128} if call.columns == 256 else {0}
+    columns = {0, 128} if call.columns == 256 else {0, 64} if call.tail else {0}
+    places = {"dk": columns, "dv": {0} if call.narrow else columns}
     stored = {(head, first) for _, head, first, _ in machine.gradients}
     assert by_key.keys() <= stored
     assert machine.gradients.keys() == {
-        (kind, *key, column) for key, kind, column in product(stored, ("dk", "dv"), columns)
+        (kind, *key, column) for key, kind in product(stored, places) for column in places[kind]
     }
     for (kind, head, first, _), pairs in machine.gradients.items():
         assert {pair.key for pair in pairs} <= {(head, first)}
@@ -182,13 +186,44 @@ def check_sums(machine: BackwardMachine, call: Call, wanted: list[Wanted]) -> No
         assert len({pair.query for one in sums for pair in one.pairs}) == 1
     assert len(got) == len(set(got))
     assert {(part, pair.query, pair.key) for part, pair in got} == {
-        (part, pair.query, pair.key) for part, pair in product(range(parts), wanted)
+        (part, pair.query, pair.key)
+        for part, pair in product(range(3 if call.narrow else parts), wanted)
     }
 
 
 def test_programs() -> None:
     for seed in range(40):
         check(seed)
+
+
+def test_values_narrower_than_keys() -> None:
+    for seed in range(10):
+        check(seed, narrow=True)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("now, STAGES, BLOCK_V, 0, SOFTCAP, True", "now, STAGES, MAIN, TAIL, SOFTCAP, True"),
+        ("0 if NARROW else 128, dv.shape[1]", "128, dv.shape[1]"),
+        ("warpgroup_mma_wait(1 if NARROW else 2, deps=[dq])", "warpgroup_mma_wait(2, deps=[dq])"),
+        ("if CONSUMER == 1 or not NARROW:", "if True:"),
+        ("BLOCK_D + BLOCK_V,", "BLOCK_D,"),
+        ("ROWS * (BLOCK_D + FIRST_VALUE)", "ROWS * FIRST_VALUE"),
+        ("FIRST_VALUE, VALUE_DIM", "FIRST_VALUE, HEAD_DIM"),
+        ("FIRST_VALUE: gl.constexpr = 0 if NARROW else FIRST_COLUMN", "FIRST_VALUE = FIRST_COLUMN"),
+        ("mbarrier.wait(shared.do_ready.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.p_ready, parity)", "pass"),
+    ],
+    ids=lambda edit: edit[0][:60],
+)  # fmt: skip
+def test_notices_with_narrower_values(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for seed in range(100):
+            check(seed, edit, narrow=True)
+
+    with pytest.raises(AssertionError):
+        check_many()
 
 
 def in_sections(seed: int, columns: int) -> bool:
@@ -215,8 +250,7 @@ def test_turns_of_heads_are_divided() -> None:
         ("turns = in_section(turns, section, order_count)", "pass"),
         ("num_sections = gl.cdiv(turns.end - turns.first, order_count)", "pass"),
         ('DIVIDED: gl.constexpr = ORDER == "sections"', "DIVIDED = False"),
-        ("sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)",
-         "sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, False)"),
+        ("VALUE_DIM, SHARED, False,\n            DIVIDED,", "VALUE_DIM, SHARED, False, False,"),
     ],
     ids=lambda edit: edit[0][:60],
 )  # fmt: skip

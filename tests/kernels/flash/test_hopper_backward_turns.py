@@ -474,7 +474,7 @@ def check_sharing(
                 first_head=first_head,
                 kv_head=first_head // group,
             ),
-            group, tile * size, seq, 0, 1, width, False,
+            group, tile * size, seq, 0, 1, 2 * width, False,
         )  # fmt: skip
         assert own.adds + own.ends == 1
         key = (number, first_head // group, tile)

@@ -28,7 +28,7 @@ def test_counts_begin_at_zero(packed: bool, num_key_counts: int, num_sums: int) 
         o, o, lse, lse, torch.empty(2, heads, 512), counts, key_counts, cu_seqlens,
         *o.stride()[:3], *o.stride()[:3], 2 if packed else 1, heads, rows, rows,
         512 if packed else padded, heads * 512, num_key_counts,
-        HEAD_DIM=16, BLOCK_D=16, BLOCK_Q=128, PACKED=packed, HAS_DLSE=False,
+        VALUE_DIM=16, BLOCK_V=16, BLOCK_Q=128, PACKED=packed, HAS_DLSE=False,
         SUMS=num_sums,
     )  # fmt: skip
     # Two lines of 130 queries, in tiles of 64 and whole programs.
