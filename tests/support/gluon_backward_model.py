@@ -68,7 +68,7 @@ class Pair(Anything):
             raise ProtocolError(f"{self} times {other}")
         if self.width != other.width:
             raise ProtocolError(f"{self.width} and {other.width} columns")
-        return Pair(product, self.query, self.key, width=self.width)
+        return replace(self, kind=product)
 
     def __add__(self, delta: Any) -> Pair:
         assert self.kind == "dp"

@@ -39,24 +39,41 @@ ROOT = Path(__file__).parents[3]
 def test_compiles_without_serialised_matmuls(
     kernel: str, head_dim: int, spilled_bytes: int
 ) -> None:
-    """In a process of its own, since this one may have Triton's interpreter."""
     pytest.importorskip("triton.experimental.gluon")
+    check_report(compiled(kernel, str(head_dim)), kernel, head_dim, spilled_bytes)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["forward", pytest.param("backward", marks=pytest.mark.exhaustive)]
+)
+def test_values_narrower_than_keys_compile(kernel: str) -> None:
+    """Nothing is spilled."""
+    pytest.importorskip("triton.experimental.gluon")
+    check_report(compiled(kernel, "192/128"), kernel, 192, 0)
+
+
+def compiled(kernel: str, head_dim: str) -> str:
+    """The report of benchmarks.compile_hopper, in a process of its own: this one may interpret."""
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compile_hopper", kernel, str(head_dim)],
+        [sys.executable, "-m", "benchmarks.compile_hopper", kernel, head_dim],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    rows = [line for line in run.stdout.splitlines() if line.startswith(kernel)]
+    return run.stdout
+
+
+def check_report(report: str, kernel: str, head_dim: int, spilled_bytes: int) -> None:
+    rows = [line for line in report.splitlines() if line.startswith(kernel)]
     # Neither programs of more than one query tile fit beside 256 columns, nor small ones; three
     # consumers have registers for 64.
     forward = 11 if head_dim <= 64 else 6 if head_dim <= 128 else 2
     # With 65 to 128 columns halves may be added apart or not.
     backward = 8 if head_dim > 128 else 11 if head_dim > 64 else 9
     assert len(rows) == (forward if kernel == "forward" else backward)
-    finishing = [line for line in run.stdout.splitlines() if line.startswith("finish_dq")]
+    finishing = [line for line in report.splitlines() if line.startswith("finish_dq")]
     assert len(finishing) == (0 if kernel == "forward" else 2 if head_dim > 128 else 3)
     for row in rows:
         spilled = re.search(r"(\d+) bytes spill stores", row)

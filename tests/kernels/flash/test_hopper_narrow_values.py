@@ -1,17 +1,21 @@
 """Values of fewer columns than keys on the Hopper kernels: what is launched, and what is refused.
 
-The kernels' own source runs in test_hopper_protocol and test_hopper_backward_protocol; here they
-are emulated in float64, from the descriptors, strides and constants of their launches.
+Launches are emulated in float64, from their descriptors, strides and constants. The kernels' own
+source runs on the models of test_hopper_protocol and test_hopper_backward_protocol, which say what
+was multiplied with what; these products are evaluated here, in float64, too.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from emulated_kernels import emulate
+from gluon_backward_model import KEY_SUMS, Call, Pair, run_call
+from gluon_model import Scores, run_program
 from torch import Tensor
 
 from kernels.flash.call.arguments import BackwardPass, ForwardPass
@@ -154,3 +158,151 @@ class TestWhatIsRefused:
         assert reason is not None
         assert f"value_dim {value_dim} of head_dim {head_dim}" in reason
         assert "\n" not in reason
+
+
+PARTS = [
+    pytest.param(lengths, causal, id=f"{name}-{'causal' if causal else 'full'}")
+    for name, lengths in (("dense", [(200, 330)]), ("packed", [(130, 200), (0, 60), (65, 65)]))
+    for causal in (True, False)
+]
+"""Lengths of queries and keys of each sequence, and whether the mask is causal."""
+
+
+class Batch:
+    """Sequences end to end, in float64: [heads, tokens, columns], and what attention makes of them.
+
+    Args:
+        lengths: queries and keys of each sequence.
+    """
+
+    def __init__(self, lengths: list[tuple[int, int]], heads: int, kv_heads: int, causal: bool):
+        torch.manual_seed(0)
+        self.starts = tuple([0, *accumulate(x)] for x in zip(*lengths, strict=True))
+        sizes = ((heads, 0, 192), (kv_heads, 1, 192), (kv_heads, 1, 128), (heads, 0, 128))
+        self.q, self.k, self.v, self.do = (
+            torch.randn(n, self.starts[i][-1], columns, dtype=torch.float64)
+            for n, i, columns in sizes
+        )
+        self.group = heads // kv_heads
+        self.visible = torch.zeros(self.starts[0][-1], self.starts[1][-1], dtype=torch.bool)
+        for number, (q_len, kv_len) in enumerate(lengths):
+            whole = torch.ones(q_len, kv_len, dtype=torch.bool)
+            whole = whole.tril(kv_len - q_len) if causal else whole
+            (first, last), (start, stop) = (x[number : number + 2] for x in self.starts)
+            self.visible[first:last, start:stop] = whole
+        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        keys, values = (x.repeat_interleave(self.group, 0) for x in leaves[1:])
+        scores = (leaves[0] @ keys.mT * SCALE).masked_fill(~self.visible, -torch.inf)
+        self.lse = scores.logsumexp(-1).detach()
+        o = scores.softmax(-1) @ values
+        self.o = o.detach()
+        self.gradients = dict(
+            zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, self.do), strict=True)
+        )
+        self.delta = (self.o * self.do).sum(-1)
+
+    def rows(self, x: Tensor, head: int, first: int, number: int, columns: slice) -> Tensor:
+        """Some rows as TMA copies them: those behind the last one are zero."""
+        found = x[head, first : first + number, columns]
+        return torch.nn.functional.pad(found, (0, 0, 0, number - len(found)))
+
+    def mask(self, first_query: int, first_key: int, num_keys: int) -> Tensor:
+        """[64, num_keys] of what is visible; all of it for queries that are not there."""
+        found = self.visible[first_query : first_query + 64, first_key : first_key + num_keys]
+        return torch.nn.functional.pad(
+            found, (0, num_keys - found.shape[1], 0, 64 - found.shape[0])
+        )
+
+
+@pytest.mark.parametrize(("lengths", "causal"), PARTS)
+def test_products_of_the_forward_kernel(lengths: list[tuple[int, int]], causal: bool) -> None:
+    batch = Batch(lengths, 1, 1, causal)
+    cu_seqlens = batch.starts if len(lengths) > 1 else None
+    q_len, kv_len = (max(x) for x in zip(*lengths, strict=True))
+    grid = plans.slots(batch.starts[0][-1], len(lengths), 128) if cu_seqlens else -(-q_len // 128)
+    o = torch.full_like(batch.o, torch.nan)
+    for program in range(grid):
+        stored = run_program(
+            seed=program, program=program, grid=grid, q_len=q_len, kv_len=kv_len, consumers=2,
+            tiles=1, key_tile=128, stages=2, tail=64, panels=3, causal=causal,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        for scores in stored.values():
+            first = scores[0].query
+            end = next(x for x in batch.starts[0] if x > first)
+            o[0, first : min(end, first + 64)] = output(batch, scores)[: end - first]
+    torch.testing.assert_close(o, batch.o, rtol=1e-12, atol=1e-12)
+
+
+def output(batch: Batch, scores: list[Scores]) -> Tensor:
+    """o of 64 queries, of the products that a consumer computed."""
+    sums = torch.zeros(64, 128, dtype=torch.float64)
+    total = torch.zeros(64, 1, dtype=torch.float64)
+    for tile in scores:
+        s = torch.zeros(64, 128, dtype=torch.float64)
+        for column in tile.columns:
+            panel = slice(column, column + 64)
+            k = batch.rows(batch.k, 0, tile.key, 128, panel)
+            s += batch.rows(batch.q, 0, tile.query, 64, panel) @ k.mT
+        p = (s * SCALE).exp()
+        if tile.masked_as is not None:
+            p = p * batch.mask(tile.query, tile.key, 128)
+        total += p.sum(1, keepdim=True)
+        sums += p @ batch.rows(batch.v, 0, tile.key, 128, slice(None))
+    return sums / total
+
+
+@pytest.mark.parametrize(("lengths", "causal"), PARTS)
+def test_products_of_the_backward_kernel(lengths: list[tuple[int, int]], causal: bool) -> None:
+    """Two query heads share a key head, each with a program of its own."""
+    batch = Batch(lengths, 2, 1, causal)
+    cu_seqlens = batch.starts if len(lengths) > 1 else None
+    q_len, kv_len = (max(x) for x in zip(*lengths, strict=True))
+    programs = -(-kv_len // 64)
+    if cu_seqlens:
+        programs = plans.slots(batch.starts[1][-1], len(lengths), 64)
+    call = Call(
+        q_len=q_len, kv_len=kv_len, cu_seqlens=cu_seqlens, num_heads=2, group_size=2,
+        num_members=1, causal=causal, mask="plain", edges=(0, 0, 0), unmasked=True, order="none",
+        order_count=0, heads_at_once=2, programs=2 * programs, at_once=3, columns=256, main=128,
+        tail=64, softcap=0.0, apart=False, rolled=False, narrow=True,
+    )  # fmt: skip
+    machine = run_call(call, seed=1)
+    found = {name: torch.zeros_like(x) for name, x in batch.gradients.items()}
+    for place, sums in machine.added.items():
+        for pair in (pair for x in sums for pair in x.pairs if place < KEY_SUMS):
+            columns = slice(64 * sums[0].column, 64 * sums[0].column + 64)
+            product = p_or_ds(batch, pair) @ batch.rows(batch.k, *pair.key, 64, columns) * SCALE
+            head, first = pair.query
+            into = found["dq"][head, first : first + 64, columns]
+            into += product[: len(into)]
+    for (name, head, first, column), pairs in machine.gradients.items():
+        width, factor = (64 if column else 128), (SCALE if name == "dk" else 1.0)
+        end = next(x for x in batch.starts[1] if x > first)
+        into = found[name][head, first : min(end, first + 64), column : column + width]
+        for pair in pairs:
+            right = batch.q if name == "dk" else batch.do
+            right = batch.rows(right, *pair.query, 64, slice(column, column + width))
+            into += (p_or_ds(batch, pair).mT @ right * factor)[: len(into)]
+    for name, wanted in batch.gradients.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-12, atol=1e-12)
+
+
+def p_or_ds(batch: Batch, pair: Pair) -> Tensor:
+    """[64 queries, 64 keys] of P or dS, zero for queries behind the sequence's last one."""
+    (head, first), key = pair.query, pair.key
+    end = next(x for x in batch.starts[0] if x > first)
+    lse, delta = (
+        torch.nn.functional.pad(x[head, first : min(end, first + 64)], (0, 64), value=value)[:64]
+        for x, value in ((batch.lse, torch.inf), (batch.delta, 0.0))
+    )
+    every = slice(None)
+    s = batch.rows(batch.q, head, first, 64, every) @ batch.rows(batch.k, *key, 64, every).mT
+    p = (s * SCALE - lse[:, None]).exp()
+    if pair.is_masked:
+        p = p * batch.mask(first, key[1], 64)
+    if pair.kind == "p":
+        return p
+    columns = slice(0, pair.width)
+    values = batch.rows(batch.v, *key, 64, columns)
+    return p * (batch.rows(batch.do, head, first, 64, columns) @ values.mT - delta[:, None])
