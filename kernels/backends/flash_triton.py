@@ -171,6 +171,7 @@ class FlashTriton(Attention):
             q_len=problem.q_len,
             kv_len=problem.kv_len,
             head_dim=problem.head_dim,
+            value_dim=problem.value_dim,
             causal=problem.causal,
             window=mask.window,
             hides_more=bool(mask.prefix_len or mask.shift),
@@ -197,14 +198,20 @@ class FlashTriton(Attention):
             num_heads=problem.num_heads,
             num_kv_heads=problem.num_kv_heads,
             head_dim=problem.head_dim,
+            value_dim=problem.value_dim,
             blocks=blocks,
         )
 
     def _predicted_hopper(self, problem: AttentionProblem) -> bool:
         """Whether the Hopper kernels would run the backward pass, without asking the device."""
-        half = problem.dtype in ("bfloat16", "float16")
-        takes = half and problem.head_dim % 8 == 0 and problem.value_dim is None
-        return takes and self.implementation != "plain" and problem.device == "cuda"
+        half = problem.dtype in ("bfloat16", "float16") and problem.head_dim % 8 == 0
+        if not half or self.implementation == "plain" or problem.device != "cuda":
+            return False
+        if problem.value_dim is None:
+            return True
+        from kernels.flash.hopper import schedule
+
+        return schedule.why_not_narrow(problem.head_dim, problem.value_dim) is None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
