@@ -513,7 +513,7 @@ def test_programs_of_a_group_meet_in_order(lengths: list[int] | None, num_member
         ("seq.batch * (heads.num_heads // group_size) + heads.kv_head", "heads.kv_head"),
         ("seq.key_line_start + first_key", "first_key"),
         ("(k_start + PROGRAM_ROWS * batch) // PROGRAM_ROWS", "k_start // PROGRAM_ROWS"),
-        ("row * (2 * BLOCK_D)", "row * BLOCK_D"),
+        ("row * COLUMNS", "row * (COLUMNS // 2)"),
         ("row // ROWS", "row // ROWS // 2"),
     ],
     ids=lambda edit: edit[0][:40],
