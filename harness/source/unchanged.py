@@ -6,7 +6,8 @@ is known that existing calls run as they did. After an edit::
 
     python -m harness.source.unchanged REVISION "REASON" FILE...
 
-writes the rows of files against a commit. A file that is new since then counts as absent.
+writes the rows of files against a commit. A file that is new since then counts as absent. What was
+measured between an edit and its row is of other code: rows come first.
 """
 
 from __future__ import annotations
