@@ -196,6 +196,7 @@ def _workspace_of_parts(
     q_len: int,
     kv_len: int,
     head_dim: int,
+    value_dim: int | None = None,
     causal: bool,
     window: int | None = None,
     hides_more: bool = False,

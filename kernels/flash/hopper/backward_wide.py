@@ -131,6 +131,7 @@ class Progress(NamedTuple):
 
     dk: Any
     dv: Any
+    """0 if all of it is the other consumer's."""
     slot: Any
     """Slot of the ring."""
     phase: Any

@@ -3,7 +3,7 @@
 They read q, k, v and do through the tensor memory accelerator, which addresses rows that are
 multiples of 16 bytes apart; a tensor that is not laid out so is copied. What they do not do,
 :mod:`kernels.flash.any_gpu.launch` does: float32, accumulators, head dims above 256 or
-not by eights, and empty tensors.
+not by eights, most values narrower than keys (:func:`schedule.why_not_narrow`), and empty tensors.
 """
 
 from __future__ import annotations

@@ -271,11 +271,12 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         num_programs = programs_of_slot * slots(k.shape[2], problem.batch_size, rows)
     by_width: dict[str, Any] = {"VALUE_DIM": problem.v_dim, "BLOCK_V": block_v(problem)}
     if width <= 128:
-        by_width = {}
-        by_width["RESIDENT"] = chosen.resident
-        by_width["APART"] = backward_schedule.halves_apart(problem)
-        by_width["ROLLED"] = backward_schedule.halves_rolled(problem)
-        by_width["UNMASKED"] = schedule.has_unmasked_turns(problem.causal, problem.window)
+        by_width = {
+            "RESIDENT": chosen.resident,
+            "APART": backward_schedule.halves_apart(problem),
+            "ROLLED": backward_schedule.halves_rolled(problem),
+            "UNMASKED": schedule.has_unmasked_turns(problem.causal, problem.window),
+        }
     return PreparedLaunch(
         flash_backward if width <= 128 else flash_backward_wide,
         (num_programs, 1, 1),
