@@ -150,12 +150,8 @@ class Attention(AttentionBackend):
     def why_unsupported(self, problem: AttentionProblem) -> str | None:
         for name in problem.asks_for():
             if name not in self.takes_here(problem):
-                if name == "value_dim":
-                    return (
-                        f"takes no values of {problem.v_dim} columns beside keys of "
-                        f"{problem.head_dim}"
-                    )
-                return f"takes no attention.{name}={getattr(problem, name)}"
+                part = "task" if name == "value_dim" else "attention"
+                return f"takes no {part}.{name}={getattr(problem, name)}"
         return self.supports(problem)
 
     def takes_here(self, problem: AttentionProblem) -> frozenset[str]:

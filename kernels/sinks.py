@@ -58,7 +58,7 @@ def gradient_workspace(problem: AttentionProblem) -> float:
     """
     rows = problem.batch_size * problem.num_heads * problem.q_len
     copies = 1 if problem.dtype == "float32" else 2
-    return 4.0 * (copies * min(rows * problem.head_dim, ELEMENTS_AT_ONCE) + 3 * rows)
+    return 4.0 * (copies * min(rows * problem.v_dim, ELEMENTS_AT_ONCE) + 3 * rows)
 
 
 def _by_row(x: Tensor, o: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.cases.profiler import PROFILERS
 from harness.cases.task import TASKS
+from harness.source import unchanged
 from harness.source.hashes import files_of, hashes
 from kernels.caches import CACHES
 from parallel import BACKENDS, STRATEGIES
@@ -42,7 +43,7 @@ def source_of(case: Mapping[str, Any], notes: Mapping[str, Any]) -> dict[str, st
         case: as in a record; choices that are not registered here are left out.
         notes: of its run, if there was one.
     """
-    return dict(_hashes_of(*_modules(case, notes)))
+    return dict(_hashes_of(*_modules(case, notes), unchanged.options_of(case)))
 
 
 def source_files(case: Mapping[str, Any], notes: Mapping[str, Any]) -> frozenset[str]:
@@ -67,9 +68,9 @@ def _modules(
 
 @cache
 def _hashes_of(
-    measured: tuple[str, ...], measuring: tuple[str, ...], several: bool
+    measured: tuple[str, ...], measuring: tuple[str, ...], several: bool, options: frozenset[str]
 ) -> dict[str, str]:
-    return hashes(_files_of(measured, measuring, several))
+    return hashes(_files_of(measured, measuring, several), options)
 
 
 @cache

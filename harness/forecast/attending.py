@@ -221,7 +221,7 @@ class Attending:
         copying = self._find("copy")
         if not problem.sinks or copying is None:
             return 0.0, 0.0
-        elements = problem.batch_size * problem.num_heads * problem.kv_len * problem.head_dim
+        elements = problem.batch_size * problem.num_heads * problem.kv_len * problem.v_dim
         moved = masks.SINK_BYTES[phase] * elements / problem.cp
         ms = copying((masks.SINK_LAUNCHES[phase], moved)).ms
         return ms, SINKS_ERROR * ms

@@ -62,7 +62,8 @@ def keys_of(length: float, reach: float) -> Keys:
 def attention_shape(problem: AttentionProblem, *, whole: bool = False) -> Shape:
     """The shape of a call that has as many queries as keys, all of its rank's length.
 
-    Keys and values of different widths count by their mean, of which the forward FLOPs are those.
+    Keys and values of different widths count by their mean, which gives the forward FLOPs; of 192
+    beside 128 columns the backward FLOPs are 4% more.
 
     Args:
         whole: whether the backend computes every pair, whatever the mask.

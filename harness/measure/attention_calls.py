@@ -32,7 +32,7 @@ class AttentionCall(Protocol):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
     def output_gradient(self, o: Tensor) -> Tensor:
-        """A random gradient of the output; q may stand for it, which has as many rows."""
+        """A random gradient of the output; ``o`` may be q, of which it has the rows."""
         ...
 
     def attend_with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -46,16 +46,20 @@ def files_of(modules: Iterable[str], folders: tuple[str, ...]) -> frozenset[str]
     return found
 
 
-def hashes(files: frozenset[str]) -> dict[str, str]:
-    """A hash for each folder over those of its files that are among ``files``."""
-    return dict(_hashes(files))
+def hashes(files: frozenset[str], options: frozenset[str] = frozenset()) -> dict[str, str]:
+    """A hash for each folder over those of its files that are among ``files``.
+
+    Args:
+        options: those of :func:`harness.source.unchanged.options_of` a case.
+    """
+    return dict(_hashes(files, options))
 
 
 @cache
-def _hashes(files: frozenset[str]) -> dict[str, str]:
+def _hashes(files: frozenset[str], options: frozenset[str]) -> dict[str, str]:
     digests: dict[str, hashlib._Hash] = {}
     for name in sorted(files):
-        code = _code(name)
+        code = unchanged.counts_as(name, _code(name), options)
         if code == unchanged.ABSENT:
             continue
         folder, _, file = name.rpartition("/")
@@ -129,8 +133,7 @@ def _text(path: Path) -> str:
 
 @cache
 def _code(name: str) -> str:
-    code = hashlib.sha256(_text(_PATHS[name]).encode()).hexdigest()
-    return unchanged.counts_as(name, code)
+    return unchanged.hash_of(_text(_PATHS[name]))
 
 
 @cache

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from harness.paths import ROOT
+from harness.source import unchanged
 from harness.source.text import that_runs
 
 _TIMEOUT_S = 30.0
@@ -29,9 +30,19 @@ def differing_since(revision: str, files: Iterable[str]) -> set[str] | None:
     if changed is None or blobs is None:
         return None
     wanted = changed.intersection(files)
-    new = {file for file in wanted if file not in blobs}
+    new = {file for file in wanted if file not in blobs and _counts_as(file) != unchanged.ABSENT}
     # Reading the others would say no more than that the case runs something else.
-    return new or {file for file in wanted if _text_then(blobs[file], file) != _text_now(file)}
+    return new or {
+        file
+        for file in wanted.intersection(blobs)
+        if unchanged.hash_of(_text_then(blobs[file], file)) != _counts_as(file)
+    }
+
+
+def _counts_as(name: str) -> str | None:
+    """As the hashes of records count a file; None if it is not there any more."""
+    text = _text_now(name)
+    return None if text is None else unchanged.counts_as(name, unchanged.hash_of(text))
 
 
 @cache

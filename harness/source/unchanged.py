@@ -2,12 +2,14 @@
 
 ``unchanged.csv`` beside this file has a row for each such file: it counts by the code that it had
 before, as long as it has the code of that row and no other. A row needs a reason, which says how it
-is known that existing calls run as they did. After an edit::
+is known that existing calls run as they did, and may name options: a case that sets one of them
+runs what is new, so that the file counts by its own code there. After an edit::
 
-    python -m harness.source.unchanged REVISION "REASON" FILE...
+    python -m harness.source.unchanged REVISION "REASON" FILE... --unless task.value_dim
 
-writes the rows of files against a commit. A file that is new since then counts as absent. What was
-measured between an edit and its row is of other code: rows come first.
+writes the rows of files against a commit. A file that is new since then counts as absent. Write a
+row before anything is measured: what was measured after an edit and before its row is of other code
+than both. If a later edit of the file may change a time, delete its row.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import argparse
 import csv
 import hashlib
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from harness.paths import ROOT
 from harness.source.text import that_runs
@@ -39,18 +42,42 @@ class Row:
     code: str
     counts_as: str
     """A hash, or ``ABSENT``."""
+    unless: str
+    """Options, ``task.value_dim``, separated by spaces, of cases that run what is new."""
     reason: str
 
 
 def code_of(text: str, suffix: str) -> str:
     """The hash of what runs of a file's text."""
-    return hashlib.sha256(that_runs(text, suffix).encode()).hexdigest()
+    return hash_of(that_runs(text, suffix))
 
 
-def counts_as(file: str, code: str) -> str:
-    """The hash by which a file of this code counts: its own, unless a row has it."""
+def hash_of(running: str) -> str:
+    """The hash of a text without what does not run."""
+    return hashlib.sha256(running.encode()).hexdigest()
+
+
+def counts_as(file: str, code: str, options: frozenset[str] = frozenset()) -> str:
+    """The hash by which a file of this code counts: its own, unless a row has it.
+
+    Args:
+        options: those of :func:`options_of` a case.
+    """
     row = _rows().get(file)
-    return row.counts_as if row is not None and row.code == code else code
+    if row is None or row.code != code or not options.isdisjoint(row.unless.split()):
+        return code
+    return row.counts_as
+
+
+def options_of(case: Mapping[str, Any]) -> frozenset[str]:
+    """Of the options that rows name those that a case, as in a record, sets."""
+    named = {option for row in _rows().values() for option in row.unless.split()}
+    return frozenset(option for option in named if _value(case, option) not in (None, False, 0))
+
+
+def _value(case: Mapping[str, Any], option: str) -> Any:
+    part, _, key = option.partition(".")
+    return (case.get(part) or {}).get(key)
 
 
 @cache
@@ -66,8 +93,16 @@ def read(table: Path) -> list[Row]:
         return [Row(**row) for row in csv.DictReader(file)]
 
 
-def with_edits(rows: Iterable[Row], revision: str, reason: str, files: Iterable[str]) -> list[Row]:
+def with_edits(
+    rows: Iterable[Row],
+    revision: str,
+    reason: str,
+    files: Iterable[str],
+    unless: Iterable[str] = (),
+) -> list[Row]:
     """Rows by which files of now count as they did at a commit, beside those of other files.
+
+    A file that is as it was before its first row loses that.
 
     Raises:
         ValueError: there is no such commit or file, or nothing of a file runs differently.
@@ -82,10 +117,14 @@ def with_edits(rows: Iterable[Row], revision: str, reason: str, files: Iterable[
         before = ABSENT if then is None else code_of(then, path.suffix)
         if before == code:
             raise ValueError(f"{name}: runs as it did at {revision}, and needs no row")
-        older = found.get(name)
+        older, options = found.pop(name, None), set(unless)
         if older is not None and older.code == before:
             before = older.counts_as
-        found[name] = Row(file=name, code=code, counts_as=before, reason=reason)
+            options |= set(older.unless.split())
+        if before == code:
+            continue
+        all_options = " ".join(sorted(options))
+        found[name] = Row(file=name, code=code, counts_as=before, unless=all_options, reason=reason)
     return sorted(found.values(), key=lambda row: row.file)
 
 
@@ -105,9 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("revision", help="a commit whose measurements stay of now")
     parser.add_argument("reason", help="how it is known that existing calls run as they did")
     parser.add_argument("files", nargs="+", help="relative to the checkout")
+    parser.add_argument("--unless", action="append", default=[], help="an option of new cases")
     given = parser.parse_args(arguments)
     try:
-        rows = with_edits(read(TABLE), given.revision, given.reason, given.files)
+        rows = with_edits(read(TABLE), given.revision, given.reason, given.files, given.unless)
     except ValueError as error:
         parser.error(str(error))
     with TABLE.open("w", newline="", encoding="utf-8") as file:

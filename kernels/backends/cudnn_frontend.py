@@ -151,8 +151,7 @@ def _why_no_graph(problem: AttentionProblem, deterministic: bool, device: int) -
     def laid_out(name: str) -> cudnn_graphs.Layout:
         heads = problem.num_kv_heads if name.endswith(("k", "v")) else problem.num_heads
         length = problem.kv_len if name.endswith(("k", "v")) else problem.q_len
-        width = problem.v_dim if name.endswith(("v", "o")) else problem.head_dim
-        width = 1 if name == "lse" else width
+        width = 1 if name == "lse" else problem.head_dim
         shape = (problem.batch_size, heads, length, width)
         return cudnn_graphs.layout(torch.empty(shape, dtype=dtype, device="meta"))
 

@@ -63,13 +63,14 @@ class FlashAttn4(FlashLibrary):
                 return f"has no gradients with a softcap at head_dim {widths[0]} on Blackwell"
             return None
         reason = why_not_head_dim(problem.head_dim, 256 if major == 9 else 128)
-        if reason is None and problem.v_dim % 8:
-            return f"takes values of a multiple of 8 columns, not {problem.v_dim}"
-        if reason is None and problem.needs_grad and any(width % 32 for width in widths):
+        step = 32 if problem.needs_grad else 8
+        if reason is None and problem.head_dim % step:
             # 4.0.0b36 on an H200 gives a dq that is 1 off in relative error at head_dim 80, and
             # right ones at 64, 96, 128 and 256: records of head_dim_and_gqa in results/h200.
-            width = next(width for width in widths if width % 32)
-            return f"gradients need a head_dim that is a multiple of 32, not {width}"
+            return f"gradients need a head_dim that is a multiple of 32, not {problem.head_dim}"
+        if reason is None and problem.v_dim % step:
+            # Right gradients were seen of 128 columns beside keys of 192 alone.
+            return f"takes a value_dim that is a multiple of {step}, not {problem.v_dim}"
         return reason
 
     def library_forward(

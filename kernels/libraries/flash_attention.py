@@ -91,7 +91,8 @@ class FlashLibrary(Attention, Decoding):
         workspace = rows * accounting.rounded(problem.head_dim, 32) + 2 * rows
         if problem.num_heads > problem.num_kv_heads:
             kv_rows = 4.0 * problem.batch_size * problem.num_kv_heads * problem.kv_len
-            workspace += 2 * kv_rows * accounting.rounded(problem.head_dim, 32)
+            widths = problem.head_dim, problem.v_dim
+            workspace += kv_rows * sum(accounting.rounded(width, 32) for width in widths)
         return workspace
 
     def supports_decode(self, problem: DecodeProblem) -> str | None:

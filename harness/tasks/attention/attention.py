@@ -49,8 +49,8 @@ class AttentionTask(Task):
     head_dim: int = 64
     """Width of one head (d)."""
     value_dim: int | None = joined_later(None)
-    """Columns of values and of the output where they are fewer than ``head_dim``, as of 192 beside
-    128 in DeepSeek's latent attention; None means as many."""
+    """Columns of values and of the output where they are fewer than ``head_dim``, as in latent
+    attention (128 beside keys of 192, DeepSeek-V2); None means as many."""
     causal: bool = True
     """Whether a query sees only the keys up to its own position."""
     kv_len: int | None = joined_later(None)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 
-from kernels.flash.call.problem import Problem
+from kernels.flash.call.problem import Problem, padded
 
 ROWS = {"few": 8_192, "some": 32_768}
 """The most query rows, of all heads and sequences, of classes of calls; beyond are many. What
@@ -199,14 +199,20 @@ def origins() -> Counter[str]:
 
 
 def shape_class(kernel: str, problem: Problem) -> str:
-    """The row of a table: kernel, dtype, padded head_dim, mask and number of query rows."""
+    """The row of a table: kernel, dtype, padded head_dim, mask and number of query rows.
+
+    Of values narrower than keys the padded columns as well, so that neither has the other's tiles.
+    """
     dtype = str(problem.dtype).removeprefix("torch.")
     if problem.precision != "ieee":
         dtype = problem.precision
     mask = "causal" if problem.causal else "full"
     num_rows = problem.batch_size * problem.num_heads * problem.q_len
     size = next((name for name, most in ROWS.items() if num_rows <= most), MANY)
-    return f"{kernel}/{dtype}/d{problem.block_d}/{mask}/{size}"
+    width = f"d{problem.block_d}"
+    if problem.value_dim is not None:
+        width += f"v{padded(problem.value_dim)}"
+    return f"{kernel}/{dtype}/{width}/{mask}/{size}"
 
 
 def candidates(kernel: str, problem: Problem, shared_memory_bytes: int) -> list[TileConfig]:
