@@ -58,13 +58,14 @@ class _MemoryProfile(_Shape):
     peak_bytes: Annotated[float, Meta(gt=0, le=1e30)]
     peak_ms: Amount
     phases: list[tuple[Text, float, float]]
-    residual_stream_bytes: Amount
     saved_bytes: Amount | None
     series: dict[str, list[Amount]]
     tensor_bytes: dict[str, Amount]
     times_ms: list[float]
     source: Text
     predicted: dict[str, Amount] = {}
+    residual_stream_bytes: Amount = 0
+    """Like ``predicted`` of a task that has a formula, and absent otherwise."""
     peak_bytes_by_rank: list[Amount] = []
 
 

@@ -232,6 +232,8 @@ class AttentionTask(Task):
         Nor of split sequences with sinks, which are added after blocks are merged.
         """
         problem = self.attention_problem(case)
+        if not isinstance(case.attention, Attention):
+            return None
         if self.cuda_graph or (self.compile and not case.attention.compiles):
             return None
         if problem.sinks and case.parallel.cp > 1:

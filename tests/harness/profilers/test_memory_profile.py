@@ -378,6 +378,17 @@ class TestOnRanks:
                 assert profile["tensor_bytes"][part] == pytest.approx(wanted, rel=0.01)
 
 
+def test_a_task_without_a_formula_keeps_its_profile(tmp_path: Path) -> None:
+    case = case_of(
+        *("task=attention", "attention=naive", "task.num_heads=2", "seq_len=64", "batch_size=1"),
+        *STEPS,
+    )
+    record = Record.from_json(run(case, tmp_path).to_json())
+    profile = record.notes["memory_profile"]
+    assert profile["peak_bytes"] > 0
+    assert not {"predicted", "residual_stream_bytes"} & profile.keys()
+
+
 class TestShown:
     def test_tables(self, records: dict[str, Record]) -> None:
         shown = [records["naive"], records["forward"]]

@@ -199,6 +199,13 @@ class TestRun:
         assert outcome.check is not None
         assert max(outcome.check["errors"].values()) < 1e-5
 
+    def test_a_backend_that_attends_from_caches_alone(self) -> None:
+        """It is refused, and nothing is asked of it that it cannot know."""
+        case = make_case("attention=flash_mla")
+        assert "from a cache only" in str(why_unsupported(case))
+        assert case.task.predicted_memory(case) is None
+        assert case.task.predicted_before_backward(case) is not None
+
     @pytest.mark.parametrize("packing", ["none", "ragged"])
     def test_values_narrower_than_keys(self, packing: str) -> None:
         case = make_case("attention=naive", "task.value_dim=8", f"task.packing={packing}")
