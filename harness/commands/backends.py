@@ -39,8 +39,8 @@ that are:
   ring       gives the log-sum-exp, so that it can run on a sequence over many devices
   head_dim   which widths of a head it takes; 8-256 by 8 are the multiples of 8 from 8 to 256
 Then the caches that they attend from, with task=decode; the options of masks that they take here,
-attention.window=, prefix_len=, softcap= and sinks=; and the schemes that split a sequence over
-several ranks.
+attention.window=, prefix_len=, softcap= and sinks=; those that take values narrower than keys, such
+as 128 columns beside 192; and the schemes that split a sequence over several ranks.
 """
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,6 +74,8 @@ class Features:
     head_dims: str = UNKNOWN
     masks: str = NO
     """The options of a mask that it takes on this machine: ``window, softcap, sinks``."""
+    narrow_values: bool = False
+    """Whether values may have 128 columns beside keys of 192, as latent attention trains them."""
     caches: str = NO
     """Caches that it can take steps from: ``contiguous, paged``; and why none, for ``reason``."""
 
@@ -206,6 +208,7 @@ def features_of(backend: AttentionBackend, device: str) -> Features:
         ring=YES if isinstance(backend, Attention) and backend.gives_lse else NO,
         head_dims=_head_dims([dim for dim in HEAD_DIMS if takes(head_dim=dim)]),
         masks=", ".join(name for name, value in EACH_MASK.items() if takes(**{name: value})) or NO,
+        narrow_values=takes(head_dim=192, value_dim=128),
         caches=caches,
     )
 
@@ -339,6 +342,9 @@ def _print(rows: list[Features], device: str, console: Console) -> None:
     _print_each("From a cache, with task=decode:", caches, console)
     masks = {row.name: row.masks for row in rows if row.masks != NO}
     _print_each("Options of masks besides the causal one, attention.NAME=:", masks, console)
+    if narrow := [row.name for row in rows if row.narrow_values]:
+        line = f"\nValues narrower than keys, with task.value_dim=: {', '.join(narrow)}."
+        console.print(line, highlight=False, soft_wrap=True)
     reasons = {row.name: row.reason for row in rows if row.reason is not None}
     _print_each("Why not, or not wholly:", reasons, console)
     for row in rows:

@@ -101,6 +101,16 @@ class TestFeatures:
         assert found.masks == "softcap, sinks"
         assert picky(lambda problem: False).masks == "no"
 
+    def test_narrower_values_are_asked_at_the_widths_of_latent_attention(self) -> None:
+        class Narrow(Picky):
+            takes = frozenset(("value_dim",))
+
+        asked = Narrow(name="n", refuses=lambda problem: False)
+        assert features_of(asked, "cpu").narrow_values
+        refused = Narrow(name="n", refuses=lambda problem: problem.v_dim == 128)
+        assert not features_of(refused, "cpu").narrow_values
+        assert not picky(lambda problem: False).narrow_values
+
     @pytest.mark.parametrize(
         ("takes", "words"),
         [
