@@ -5,7 +5,8 @@ repository, with triton installed and TRITON_INTERPRET unset; a HEAD_DIM of ``19
 of 128 columns. Integers are compiled as a launch
 specialises multiples of 16, and one query head on each key head where none share; ``masks``
 compiles for windows, prefixes and caps instead of plain masks. Prints one row for each kernel and
-variant, and exits with 1 if ptxas serialised the matmuls of any: then nothing runs beside them,
+variant, with a hash of its PTX without lines of debugging, so that rows of two trees with one
+Triton say whether an edit changed what is compiled; and exits with 1 if ptxas serialised the matmuls of any: then nothing runs beside them,
 whatever the source says. And if a multiprocessor has no room for as many small programs as is
 counted on, or their copies take places that matmuls may still read. And if
 :mod:`kernels.launching.driver` has another idea of a kernel's parameters than its code: then Triton
@@ -15,6 +16,7 @@ compilers drop one whose result is not used. And if a row kernel behind the back
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -232,6 +234,15 @@ def assembler_report(ptx: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def code_hash(ptx: str) -> str:
+    """Ten digits over the instructions of a PTX, without source lines, labels and comments."""
+    code = re.split(r"\n\s*\.section\s+\.debug", ptx)[0]
+    code = re.sub(r"//.*|^\s*\.(?:loc|file)\b.*$", "", code, flags=re.MULTILINE)
+    code = re.sub(r"\$L__(?:tmp|func_begin|func_end|info)\w+:?", "", code)
+    lines = [line.strip() for line in code.splitlines() if line.strip()]
+    return hashlib.sha1("\n".join(lines).encode(), usedforsecurity=False).hexdigest()[:10]
+
+
 def spills_in(report: str) -> str:
     """The line of a report of ptxas that says what a kernel spills."""
     return next(line.strip() for line in report.splitlines() if "spill" in line)
@@ -404,7 +415,8 @@ def main() -> int:
                     f"{variant.mask if variant.mask != 'plain' else '':<7}"
                     f"{'cap' if variant.softcap else '':<4}"
                     f"{'' if variant.unmasked else 'short':<6}"
-                    f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}",
+                    f"{compiled.metadata.shared / 1024:4.0f} KiB shared  {spills}"
+                    f"  PTX {code_hash(compiled.asm['ptx'])}",
                     *slow,
                     sep="\n    ",
                     flush=True,
