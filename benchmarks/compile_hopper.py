@@ -6,12 +6,13 @@ of 128 columns. Integers are compiled as a launch
 specialises multiples of 16, and one query head on each key head where none share; ``masks``
 compiles for windows, prefixes and caps instead of plain masks. Prints one row for each kernel and
 variant, with a hash of its PTX without lines of debugging, so that rows of two trees with one
-Triton say whether an edit changed what is compiled; and exits with 1 if ptxas serialised the matmuls of any: then nothing runs beside them,
-whatever the source says. And if a multiprocessor has no room for as many small programs as is
-counted on, or their copies take places that matmuls may still read. And if
-:mod:`kernels.launching.driver` has another idea of a kernel's parameters than its code: then Triton
-launches it, which takes longer. And if programs that share a group read sums without an acquire:
-compilers drop one whose result is not used. And if a row kernel behind the backward pass spills.
+Triton say whether an edit changed what is compiled; and exits with 1 if ptxas serialised the
+matmuls of any: then nothing runs beside them, whatever the source says. And if a multiprocessor has
+no room for as many small programs as is counted on, or their copies take places that matmuls may
+still read. And if :mod:`kernels.launching.driver` has another idea of a kernel's parameters than
+its code: then Triton launches it, which takes longer. And if programs that share a group read sums
+without an acquire: compilers drop one whose result is not used. And if a row kernel behind the
+backward pass spills.
 """
 
 from __future__ import annotations
