@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -189,6 +189,10 @@ def without_search(kernel: str, problem: Problem) -> tuple[TileConfig, str]:
     ):
         if row in table:
             return table[row], origin
+    if problem.value_dim is not None:
+        # Tiles for values as wide as keys fit narrower ones, too.
+        tiles, origin = without_search(kernel, replace(problem, value_dim=None))
+        return tiles, "rule" if origin == "rule" else "predicted"
     return candidates(kernel, problem, shared_memory_bytes)[0], "rule"
 
 

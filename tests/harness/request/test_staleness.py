@@ -273,8 +273,8 @@ class TestRemeasure:
         real = case_source.hashes
         naive = source_files(CASES[0].to_dict(), {})
 
-        def changed(files: frozenset[str]) -> dict[str, str]:
-            found = real(files)
+        def changed(files: frozenset[str], options: frozenset[str]) -> dict[str, str]:
+            found = real(files, options)
             return {**found, "kernels/backends": "1" * 12} if files == naive else found
 
         case_source._hashes_of.cache_clear()

@@ -81,6 +81,25 @@ class TestConfigs:
         )
         assert configs.choose("forward", facts()) == pinned
 
+    def test_narrower_values_have_tiles_of_their_own(
+        self, tables: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Searched for apart; without a search those of values as wide as keys are a guess."""
+        narrow = facts(value_dim=24)
+        assert configs.shape_class("forward", narrow) == "forward/bfloat16/d64v32/causal/few"
+        rule = configs.candidates("forward", facts(), 100 * 1024)[0]
+        assert configs.without_search("forward", narrow) == (rule, "rule")
+        pinned = configs.TileConfig(**self.SLOW)
+        monkeypatch.setattr(
+            configs, "_pinned", lambda: {"Some GPU": {"searched": {self.ROW: pinned}}}
+        )
+        assert configs.without_search("forward", narrow) == (pinned, "predicted")
+        searched = facts(value_dim=24, autotune=True)
+        found = configs.choose("forward", searched, lambda config: float(config == pinned))
+        assert found != pinned
+        assert configs.without_search("forward", narrow) == (found, "autotuned")
+        assert configs.without_search("forward", facts()) == (pinned, "searched")
+
     def test_search_skips_what_fails_and_counts_its_time(self, tables: Path) -> None:
         found = configs.candidates("backward_dq", facts(), 100 * 1024)
         before = configs.autotune_seconds()
