@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kernels import AttentionProblem, accounting
 
+WIDE = AttentionProblem(
+    batch_size=2,
+    num_heads=4,
+    num_kv_heads=2,
+    q_len=32,
+    kv_len=32,
+    head_dim=16,
+    dtype="bfloat16",
+    device="cpu",
+    causal=False,
+    needs_grad=True,
+)
+
 
 def test_attention_flops_by_hand() -> None:
-    problem = AttentionProblem(
-        batch_size=2,
-        num_heads=4,
-        num_kv_heads=2,
-        q_len=32,
-        kv_len=32,
-        head_dim=16,
-        dtype="bfloat16",
-        device="cpu",
-        causal=False,
-        needs_grad=True,
-    )
+    problem = WIDE
     # Two matmuls over 2 x 4 heads of 32 x 32 pairs and 16 features, 2 FLOPs each.
     assert accounting.forward_flops(problem) == 2 * 2 * (2 * 4) * 32 * 32 * 16
     assert accounting.backward_flops(problem) == 2.5 * accounting.forward_flops(problem)
@@ -30,19 +34,7 @@ def test_attention_flops_by_hand() -> None:
 
 def test_values_narrower_than_keys_by_hand() -> None:
     """192 columns beside 128, as DeepSeek-V3's latent attention trains."""
-    problem = AttentionProblem(
-        batch_size=1,
-        num_heads=4,
-        num_kv_heads=2,
-        q_len=32,
-        kv_len=64,
-        head_dim=192,
-        value_dim=128,
-        dtype="bfloat16",
-        device="cuda",
-        causal=False,
-        needs_grad=True,
-    )
+    problem = replace(WIDE, batch_size=1, kv_len=64, head_dim=192, value_dim=128)
     pairs = 4 * 32 * 64
     # Forward: q k^T of 192, p v of 128. Backward: q k^T, ds k and ds^T q of 192, do v^T and p^T do.
     assert accounting.forward_flops(problem) == 2 * pairs * (192 + 128)

@@ -252,6 +252,27 @@ class TestAuto:
         assert not able, "the chain has all of them"
 
     @pytest.mark.parametrize(
+        ("changes", "name"),
+        [
+            ({}, "flash_triton"),
+            ({"value_dim": 8}, "sdpa_cudnn"),
+            ({"value_dim": 8, "needs_grad": False}, "flash_triton"),
+        ],
+    )
+    def test_gradients_of_narrower_values_are_cudnns_on_hopper(
+        self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str
+    ) -> None:
+        monkeypatch.setattr(auto, "chain_of", lambda device: CHAINS["sm_90"])
+        able = {"flash_triton", "sdpa_cudnn", "sdpa", "flash_torch"}
+        for entry in BACKENDS:
+            monkeypatch.setattr(
+                entry.target, "supports", lambda self, problem: None if self.name in able else "no"
+            )
+        choose.cache_clear()
+        assert choose(replace(PROBLEM, device="cuda", **changes)).name == name
+        choose.cache_clear()
+
+    @pytest.mark.parametrize(
         ("changes", "with_lse", "name"),
         [
             ({}, False, "sdpa"),

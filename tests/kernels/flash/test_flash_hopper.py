@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.measure.attention_calls import self_attention_packing
 from kernels.flash import operator
 from kernels.flash.call.arguments import BackwardPass, FlashCall, FlashOptions, ForwardPass
 from kernels.flash.call.problem import Problem, describe
@@ -430,13 +431,7 @@ class TestOnHopper:
         turn(monkeypatch, turned)
         torch.manual_seed(2)
         ends = [0, *accumulate(lengths)]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        packing = Packing(
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_q_len=max(lengths),
-            max_kv_len=max(lengths),
-        )
+        packing = self_attention_packing(lengths, torch.device("cuda"))
         q, do, k, v = (
             torch.randn(ends[-1], n, head_dim, device="cuda", dtype=torch.bfloat16)
             for n in (heads, heads, kv_heads, kv_heads)
@@ -555,13 +550,7 @@ class TestValuesNarrowerThanKeys:
     def test_packed(self, causal: bool) -> None:
         lengths = (300, 1, 0, 513, 64)
         ends = [0, *accumulate(lengths)]
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        packing = Packing(
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_q_len=max(lengths),
-            max_kv_len=max(lengths),
-        )
+        packing = self_attention_packing(lengths, torch.device("cuda"))
         inputs = narrow_inputs(1, (ends[-1], ends[-1]), (4, 2), 128, torch.bfloat16)
         q, k, v = (x[0].transpose(0, 1) for x in inputs[:3])
         got = run_passes(describe(q, k, v, causal=causal, packing=packing), inputs, packing)
