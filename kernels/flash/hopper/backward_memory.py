@@ -81,7 +81,7 @@ def _bytes_of_key_head(
 
 
 def _bytes_of_key(head_dim: int, value_dim: int | None) -> int:
-    """Of its sums of dk and dv."""
+    """Bytes of a key's sums of dk and dv."""
     return 4 * (columns(head_dim).stored + stored_values(head_dim, value_dim))
 
 
