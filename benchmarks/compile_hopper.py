@@ -35,6 +35,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from kernels.flash.hopper import backward as hopper_backward
+from kernels.flash.hopper import backward_narrow as hopper_backward_narrow
 from kernels.flash.hopper import backward_schedule, program_size
 from kernels.flash.hopper import backward_wide as hopper_backward_wide
 from kernels.flash.hopper import forward as hopper_forward
@@ -106,7 +107,7 @@ class Variant:
     @property
     def stored(self) -> int:
         """Columns of a tile of queries or keys in shared memory."""
-        if self.kernel == "forward" and self.value_dim is not None:
+        if self.value_dim is not None:
             return hopper_schedule.PANEL_COLUMNS
         return hopper_schedule.columns(self.head_dim).stored
 
@@ -117,18 +118,24 @@ def compile_variant(variant: Variant) -> Any:
     columns = hopper_schedule.columns(variant.head_dim)
     if variant.kernel == "backward" and columns.stored > 128:
         function = hopper_backward_wide.flash_backward_wide
+        if variant.value_dim is not None:
+            function = hopper_backward_narrow.flash_backward_narrow
     schedule = schedules[columns.stored]
-    if variant.kernel == "forward" and variant.value_dim is not None:
+    if variant.value_dim is not None:
         schedule = hopper_schedule.NARROW_FORWARD
+        if variant.kernel == "backward":
+            schedule = hopper_schedule.NARROW_BACKWARD
     tile = schedule.tile
     if variant.size.is_small:
         function, tile = hopper_forward_small.flash_forward_small, variant.size.key_tile
     names = function.arg_names
+    stored = variant.stored
     constants = {
         "BLOCK_K": tile,
         "HEAD_DIM": variant.head_dim,
         "VALUE_DIM": variant.value_dim or variant.head_dim,
-        "BLOCK_D": variant.stored * (variant.panels if variant.kernel == "forward" else 1),
+        # Panels together, or what sums of dq have.
+        "BLOCK_D": columns.stored if variant.kernel == "backward" else stored * variant.panels,
         "BLOCK_V": variant.stored_values,
         "PANELS": variant.panels,
         "MAIN": columns.main,

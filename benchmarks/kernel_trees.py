@@ -11,7 +11,8 @@ Prints for each shape and arm the median over rounds of forward and backward; th
 over rounds of its time over the first arm's; and the range: largest minus smallest over median. Two
 passes whose gradients differ in a bit, and sums of |dq|, |dk| or |dv| that are off by 1% from the
 first arm's, are named; that is no test.
-Shapes are BxH:H_kvxSxD, where H_kv may be left out, and /full or /window=W for another mask; with
+Shapes are BxH:H_kvxSxD:D_v, where H_kv and D_v, of fewer columns of values, may be left out, and
+/full or /window=W for another mask; with
 /packed at the end the sequences are packed, with /ragged they have unequal lengths, too, and as
 many pairs as the dense batch, and with /skewed the first has half of all tokens. Exits with 1 if an
 arm failed, or does not take one of the shapes.
@@ -63,6 +64,7 @@ class Shape:
     kv_heads: int
     tokens: int
     head_dim: int
+    value_dim: int | None = None
     causal: bool = True
     window: int | None = None
     packing: str = "none"
@@ -90,11 +92,11 @@ def skewed_lengths(num_sequences: int, tokens: int) -> list[int]:
 def shape_of(text: str) -> Shape:
     """As the command line has it; raises argparse.ArgumentTypeError."""
     mask, packing = r"(/full|/window=(\d+))?", "(?:/(packed|ragged|skewed))?"
-    found = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?x(\d+)x(\d+)" + mask + packing, text)
+    found = re.fullmatch(r"(\d+)x(\d+)(?::(\d+))?x(\d+)x(\d+)(?::(\d+))?" + mask + packing, text)
     if found is None:
         raise argparse.ArgumentTypeError(
-            f"{text}: must be like 1x32:8x8192x128/window=1024, or with /full, /packed, /ragged"
-            " or /skewed"
+            f"{text}: must be like 1x32:8x8192x128/window=1024 or 1x16x4096x192:128, or with /full,"
+            " /packed, /ragged or /skewed"
         )
     batch_size, heads, kv_heads, tokens, head_dim = (
         int(found[i]) for i in (1, 2, 3 if found[3] else 2, 4, 5)
@@ -108,9 +110,10 @@ def shape_of(text: str) -> Shape:
         kv_heads=kv_heads,
         tokens=tokens,
         head_dim=head_dim,
-        causal=found[6] != "/full",
-        window=int(found[7]) if found[7] else None,
-        packing=found[8] or "none",
+        value_dim=int(found[6]) if found[6] else None,
+        causal=found[7] != "/full",
+        window=int(found[8]) if found[8] else None,
+        packing=found[9] or "none",
     )
 
 
@@ -153,6 +156,7 @@ def serve(backend: str, calls: int, passes: Sequence[str]) -> None:
             q_len=max(lengths),
             kv_len=max(lengths),
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             dtype=str(dtype).removeprefix("torch."),
             device=device,
             causal=shape.causal,
@@ -177,8 +181,11 @@ def serve(backend: str, calls: int, passes: Sequence[str]) -> None:
                 max_kv_len=problem.kv_len,
             )
         q, k, v, do = (
-            torch.randn(*size, shape.head_dim, device=device, dtype=dtype)
-            for size in (of_queries, of_keys, of_keys, of_queries)
+            torch.randn(*size, columns, device=device, dtype=dtype)
+            for size, columns in (
+                *((of_queries, shape.head_dim), (of_keys, shape.head_dim)),
+                *((of_keys, problem.v_dim), (of_queries, problem.v_dim)),
+            )
         )
         inputs = [x.requires_grad_() for x in (q, k, v)]
         spec = AttentionSpec(

@@ -203,7 +203,7 @@ def backward(x: Values) -> None:
     batch, heads, rows, head_dim = q.shape
     lines, padded = x["num_lines"], x["padded_len"]
     # Of a program, and of a turn.
-    size = 128 if x["BLOCK_D"] <= 128 else 64
+    size = 128 if x["BLOCK_D"] <= 128 or "BLOCK_V" in x else 64
     query, key = (torch.arange(n) // size for n in (rows, k.shape[2]))
     in_bands = x["ORDER"] in ("bands", "halves")
     # Of each pair of a query and a key, to which sum of dq it adds.
@@ -265,6 +265,7 @@ def finish_dq(x: Values) -> None:
 def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
     """Hopper kernels run here, on CPU tensors of so many sequences."""
     from kernels.flash.hopper import backward as hopper_backward
+    from kernels.flash.hopper import backward_narrow as hopper_narrow
     from kernels.flash.hopper import backward_wide as hopper_wide
     from kernels.flash.hopper import forward as hopper_forward
     from kernels.flash.hopper import forward_small as hopper_small
@@ -280,6 +281,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, batch: int) -> EmulatedGpu:
         (hopper_small, "flash_forward_small", forward),
         (hopper_backward, "flash_backward", backward),
         (hopper_wide, "flash_backward_wide", backward),
+        (hopper_narrow, "flash_backward_narrow", backward),
         (hopper_rows, "row_statistics", row_statistics),
         (hopper_rows, "finish_dq", finish_dq),
     ):

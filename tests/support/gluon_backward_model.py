@@ -126,11 +126,14 @@ class SharedTile(Tile):
 
     type = ANYTHING
     holds: Any
+    column: int | None
+    """The first column that it holds, of 64, if it is a panel."""
 
     def __init__(self, machine: BackwardMachine) -> None:
         super().__init__()
         self.machine = machine
         self.is_fenced = True
+        self.column = None
 
     def load(self, _: Any) -> Any:
         if self.holds is None:
@@ -145,6 +148,41 @@ class SharedTile(Tile):
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> SharedBuffers:
         return SharedBuffers([self], [1])._reinterpret(dtype, shape, layout)
+
+    @property
+    def tiles(self) -> list[SharedTile]:
+        return [self]
+
+    @property
+    def range(self) -> Range:
+        """The columns of a panel, or of a tile beside panels."""
+        if self.column is not None:
+            return self.column, 64
+        beside = self.machine.has_panels and self.holds and self.holds[0] in ("v", "do")
+        return (0, self.machine.value_width) if beside else None
+
+
+@dataclass
+class PanelPair:
+    """Two panels as one tile."""
+
+    tiles: list[SharedTile]
+
+    def permute(self, _: Any) -> PanelPair:
+        return self
+
+    @property
+    def holds(self) -> Any:
+        one, other = self.tiles
+        if one.holds is None or other.holds is None:
+            return None
+        if (one.holds, one.column, other.column) != (other.holds, 0, 64):
+            raise ProtocolError(f"{one.holds} and {other.holds} as one tile")
+        return one.holds
+
+    @property
+    def range(self) -> Range:
+        return 0, 128
 
 
 @dataclass(frozen=True)
@@ -188,6 +226,9 @@ class SharedBuffers(Buffers):
         self.parts, self.shape = parts, shape
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> SharedBuffers:
+        if 2 * shape[0] <= len(self.parts):
+            pairs = [PanelPair(self.parts[2 * i : 2 * i + 2]) for i in range(shape[0])]
+            return SharedBuffers(pairs, shape)
         each = shape[0] // len(self.parts)
         if each == 1:
             return SharedBuffers(self.parts, shape)
@@ -205,6 +246,8 @@ class BackwardMachine(Machine):
         self.width = 0
         self.value_width = 0
         """Columns of values that matmuls take, and ``width`` those of keys."""
+        self.has_panels = False
+        """Whether queries and keys lie in panels."""
         self.head_dims: dict[str, int] = {}
         """Columns of dk and dv in memory."""
         self.widths: dict[tuple[str, int], int] = {}
@@ -237,6 +280,8 @@ class BackwardMachine(Machine):
 
         def land() -> None:
             tile.holds = self.at(name.name, coordinates)
+            if self.has_panels and name.name in ("q", "k"):
+                tile.column = coordinates[3]
             barrier.bytes -= name.block_type.nbytes
             barrier.settle()
 
@@ -275,11 +320,15 @@ class BackwardMachine(Machine):
 
     def product(self, a: Any, b: Any, c: Any) -> Any:
         of_a, of_b = (x.columns if isinstance(x, Slice | Loaded) else None for x in (a, b))
+        of_a, of_b = (
+            x.range if isinstance(x, SharedTile | PanelPair) else columns
+            for x, columns in ((a, of_a), (b, of_b))
+        )
         first, width = of_b or (None, None)
         a, b = (x.tile if isinstance(x, Slice) else x for x in (a, b))
-        column = b.column if isinstance(b, Part) else 0
+        column = b.column if isinstance(b, Part) else (first or 0) // 64
         b = b.tile if isinstance(b, Part) else b
-        tiles = [x for x in (a, b) if isinstance(x, SharedTile)]
+        tiles = [tile for x in (a, b) if isinstance(x, SharedTile | PanelPair) for tile in x.tiles]
         left = (a.name, a.rows) if isinstance(a, Loaded) else getattr(a, "holds", a)
         is_there = left is not None and b.holds is not None and all(x.is_fenced for x in tiles)
         if isinstance(a, SharedTile) and b.holds and b.holds[0] == "k":
@@ -411,17 +460,17 @@ class Call:
     at_once: int
     """Programs that run at the same time."""
     columns: int
-    """In shared memory: 64, 128, or 256 of the wide kernel."""
+    """In shared memory: 64, 128, or 256 of the wide kernel, and of sums of the narrow one."""
     main: int
     """Columns of the head dim that a matmul takes, of 64 in shared memory 16, 32, or 64."""
     tail: int
     """Columns of the head dim that a second matmul takes; 0 for none."""
     softcap: float
     apart: bool
-    """This and the next one: not of the wide kernel."""
+    """This and the next one: not of the wide kernel, nor of the narrow one."""
     rolled: bool
     narrow: bool = False
-    """Whether values have 128 columns beside keys of 192; of the wide kernel alone."""
+    """Whether values have 128 columns beside keys of 192: of the narrow kernel."""
 
     @property
     def shared(self) -> bool:
@@ -438,9 +487,11 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     # Triton exists for Linux alone, and who imports this file may have to skip.
     from kernels.flash.hopper import (
         backward,
+        backward_narrow,
         backward_order,
         backward_sharing,
         backward_wide,
+        schedule,
         tiles,
     )
 
@@ -461,6 +512,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
 
     machine = BackwardMachine(seed, call.programs, at)
     machine.width = call.main + call.tail
+    machine.has_panels = call.narrow
     machine.value_width = 128 if call.narrow else machine.width
     head_dim = machine.width if call.columns == 256 else 96
     machine.head_dims = {"dk": head_dim, "dv": 128 if call.narrow else head_dim}
@@ -523,11 +575,17 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     structures = ("Shared", "Views", "HalfTurn", "Progress")
     if call.columns == 256:
         kernel = backward_wide
-        constants = 2, head_dim, machine.head_dims["dv"], 256, 128 if call.narrow else 256
-        constants += call.main, call.tail, call.causal, call.mask, call.softcap
-        constants += (call.order, call.shared, False)
+        constants = 2, head_dim, 256, call.main, call.tail
         functions = ("start_dq", "turn_of_scores", "turn_of_gradients", "flash_backward_wide")
         structures = ("Shared", "Views", "Turn", "Progress")
+    if call.narrow:
+        kernel = backward_narrow
+        constants = schedule.NARROW_BACKWARD.stages, head_dim, 128, 256, 128
+        functions = ("copy_panels", "start_scores", "dq_tile", "half_turn", "flash_backward_narrow")
+        structures = ("Shared", "Views", "HalfTurn", "Progress")
+        names["PANELS"] = backward_narrow.PANELS.value
+    if call.columns == 256:
+        constants += call.causal, call.mask, call.softcap, call.order, call.shared, False
     names |= {name: getattr(kernel, name) for name in structures}
     load(names, kernel, ("produce", "take_turns", "accumulate", *functions), *edits)
     offsets = [Place(x) for x in call.cu_seqlens] if call.cu_seqlens else [ANYTHING, ANYTHING]

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from kernels.flash.call.problem import Problem
 from kernels.flash.hopper import backward_schedule
-from kernels.flash.hopper.schedule import PROGRAM_ROWS, ROWS, columns, stored_values
+from kernels.flash.hopper.schedule import PROGRAM_ROWS, backward_rows_of, columns, stored_values
 from kernels.launching.prepared import MAX_PLANS
 from kernels.query_gradient import QueryBlock, QueryGradientMemory
 
@@ -50,11 +50,12 @@ def _parts(
     q_len: int,
     kv_len: int,
     head_dim: int,
+    value_dim: int | None,
     causal: bool,
     window: int | None = None,
 ) -> int:
     """As backward_schedule.num_parts, on a GPU of PROCESSORS."""
-    rows = PROGRAM_ROWS if columns(head_dim).stored <= 128 else ROWS
+    rows = backward_rows_of(head_dim, value_dim)
     return backward_schedule.num_parts_of(
         key_tiles=-(-kv_len // rows) * batch_size,
         num_heads=num_heads,
@@ -112,6 +113,7 @@ def backward_workspace(
         q_len=q_len,
         kv_len=kv_len,
         head_dim=head_dim,
+        value_dim=value_dim,
         causal=causal,
         window=window,
     )
@@ -165,11 +167,12 @@ def _bytes_of_further_sums(
         q_len=q_len,
         kv_len=kv_len,
         head_dim=head_dim,
+        value_dim=value_dim,
         causal=True,
     )
     grid = backward_schedule.Grid(
         heads=batch_size * num_kv_heads * parts,
-        num_key_tiles=-(-kv_len // (PROGRAM_ROWS if stored <= 128 else ROWS)),
+        num_key_tiles=-(-kv_len // backward_rows_of(head_dim, value_dim)),
         q_len=q_len,
         kv_len=kv_len,
         members=num_heads // num_kv_heads // parts,
@@ -248,6 +251,7 @@ def query_gradient_memory(
             q_len=block.stop - block.start,
             kv_len=block.num_keys,
             head_dim=head_dim,
+            value_dim=value_dim,
             causal=block.spec.causal,
         )
         num_keys = batch_size * block.num_keys if parts > 1 else 0

@@ -15,10 +15,6 @@ Matmuls are under way while a consumer waits: dQ of the turn before while S and 
 while dS is computed. The order in which programs add to dQ is that of
 :mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV.
 
-Where values have 128 columns beside keys of 192, as latent attention has them, all of dV is the
-second consumer's: the first then has 448 of the 832 columns of a turn's matmuls, and would have 576
-with the first 128 of everything. It has no use for dO.
-
 Under a cap on the scores the second consumer needs P^T for dV, and for dS^T its product with the
 slope of the cap: the first leaves that where dS^T is to be.
 
@@ -131,7 +127,6 @@ class Progress(NamedTuple):
 
     dk: Any
     dv: Any
-    """0 if all of it is the other consumer's."""
     slot: Any
     """Slot of the ring."""
     phase: Any
@@ -144,13 +139,13 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
     """Keys and values once; then per turn Q, dO and the two row statistics."""
     if turns.end > turns.first:
         place = [seq.batch, heads.kv_head, seq.k_start + turns.first_key, 0]
-        mbarrier.expect(shared.kv_ready, inputs.k.block_type.nbytes + inputs.v.block_type.nbytes)
+        mbarrier.expect(shared.kv_ready, 2 * inputs.k.block_type.nbytes)
         tma.async_copy_global_to_shared(inputs.k, place, shared.kv_ready, shared.k_tile)
         tma.async_copy_global_to_shared(inputs.v, place, shared.kv_ready, shared.v_tile)
     slot = 0
     # A ring starts free: waiting for the phase before the first one returns at once.
     phase = 1
-    OF_LINE: gl.constexpr = inputs.statistics.block_type.nbytes
+    nbytes: gl.constexpr = inputs.q.block_type.nbytes + inputs.statistics.block_type.nbytes
     for member in range(heads.num_members):
         head = heads.first_head + member
         line = seq.batch * heads.num_heads + head
@@ -160,13 +155,13 @@ def produce(inputs, shared, heads, seq, turns, STAGES: gl.constexpr):
             column = seq.line_start + turn * ROWS
             mbarrier.wait(shared.free.index(slot), phase)
             ready = shared.q_ready.index(slot)
-            mbarrier.expect(ready, inputs.q.block_type.nbytes + OF_LINE)
+            mbarrier.expect(ready, nbytes)
             tma.async_copy_global_to_shared(inputs.q, place, ready, shared.q_tiles.index(slot))
             tma.async_copy_global_to_shared(
                 inputs.statistics, [line, column], ready, shared.lse_tiles.index(slot)
             )
             ready = shared.do_ready.index(slot)
-            mbarrier.expect(ready, inputs.do.block_type.nbytes + OF_LINE)
+            mbarrier.expect(ready, nbytes)
             tma.async_copy_global_to_shared(inputs.do, place, ready, shared.do_tiles.index(slot))
             tma.async_copy_global_to_shared(
                 inputs.statistics,
@@ -209,13 +204,8 @@ def turn_of_scores(
     MASK: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MASKED: gl.constexpr,
-    NARROW: gl.constexpr,
 ):
-    """The first consumer's turn: P, the first 128 columns of dV and dK, and of dQ before.
-
-    Args:
-        NARROW: whether values are narrower than keys: then without dV.
-    """
+    """The first consumer's turn: P, the first 128 columns of dV and dK, and of dQ before."""
     dk, dv, slot, phase, parity = before
     dtype: gl.constexpr = views.q_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -254,12 +244,11 @@ def turn_of_scores(
     views.p_tiles.index(new).store(p)
     fence_async_shared()
     mbarrier.arrive(shared.p_ready)
-    if not NARROW:
-        p = gl.convert_layout(p, A_LAYOUT)
-        mbarrier.wait(shared.do_ready.index(slot), phase)
-        dv = warpgroup_mma(p, columns(views.do_tiles.index(slot), 0, COLUMNS), dv, is_async=True)
+    p = gl.convert_layout(p, A_LAYOUT)
+    mbarrier.wait(shared.do_ready.index(slot), phase)
+    dv = warpgroup_mma(p, columns(views.do_tiles.index(slot), 0, COLUMNS), dv, is_async=True)
     next_dq = start_dq(views, 1 - new, opaque(1))
-    dq = warpgroup_mma_wait(1 if NARROW else 2, deps=[dq])
+    dq = warpgroup_mma_wait(2, deps=[dq])
     mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
     if now.has_dq:
         add_tile(now.dq_ptr, dq, now.is_first)
@@ -278,10 +267,7 @@ def turn_of_scores(
     if next_slot == STAGES:
         next_slot = 0
         phase ^= 1
-    if NARROW:
-        dk = warpgroup_mma_wait(0, deps=[dk])
-    else:
-        dk, dv, p = warpgroup_mma_wait(0, deps=[dk, dv, p])
+    dk, dv, p = warpgroup_mma_wait(0, deps=[dk, dv, p])
     mbarrier.arrive(shared.free.index(slot))
     return Progress(dk, dv, next_slot, phase, parity ^ 1)
 
@@ -296,14 +282,8 @@ def turn_of_gradients(
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     SOFTCAP: gl.constexpr,
-    NARROW: gl.constexpr,
 ):
-    """The second consumer's turn: dS, the other columns of dV and dK, and of dQ before.
-
-    Args:
-        MAIN, TAIL: columns of values.
-        NARROW: whether values are narrower than keys: then with all columns of dV.
-    """
+    """The second consumer's turn: dS, the other columns of dV and dK, and of dQ before."""
     dk, dv, slot, phase, parity = before
     dtype: gl.constexpr = views.q_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -325,7 +305,7 @@ def turn_of_gradients(
         p = views.p_tiles.index(new).load(LAYOUT)
     dv = warpgroup_mma(
         views.p_tiles.index(new),
-        columns(views.do_tiles.index(slot), 0 if NARROW else 128, dv.shape[1]),
+        columns(views.do_tiles.index(slot), 128, COLUMNS),
         dv,
         is_async=True,
     )
@@ -375,7 +355,6 @@ def take_turns(
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    BLOCK_V: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -394,7 +373,6 @@ def take_turns(
     """
     # Never, where there are sums already (kernels.flash.hopper.backward.take_turns).
     FIRST: gl.constexpr = -1 if ONTO else 0
-    NARROW: gl.constexpr = BLOCK_V < BLOCK_D
     for step in range(start, stop):
         turn = turn_of(step)
         now = Turn(
@@ -406,16 +384,10 @@ def take_turns(
         if CONSUMER == 0:
             progress = turn_of_scores(
                 shared, views, progress, now, seq, turns, scale_log2,
-                STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED, NARROW,
+                STAGES, MAIN, TAIL, CAUSAL, MASK, SOFTCAP, MASKED,
             )  # fmt: skip
-        elif NARROW:
-            progress = turn_of_gradients(
-                shared, views, progress, now, STAGES, BLOCK_V, 0, SOFTCAP, True
-            )
         else:
-            progress = turn_of_gradients(
-                shared, views, progress, now, STAGES, MAIN, TAIL, SOFTCAP, False
-            )
+            progress = turn_of_gradients(shared, views, progress, now, STAGES, MAIN, TAIL, SOFTCAP)
         dq_ptr = of_line + turn * (ROWS * BLOCK_D)
         before = programs_before(turn, turns, ROWS, CAUSAL, MASK)
     return progress, dq_ptr, before
@@ -436,9 +408,7 @@ def accumulate(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    BLOCK_V: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -448,22 +418,18 @@ def accumulate(
     SHARED: gl.constexpr,
     ONTO: gl.constexpr,
 ):
-    """One consumer: ``COLUMNS`` columns of dK and dV of 64 keys, and of every turn's dQ.
-
-    Where values are narrower than keys, all columns of dV are the second consumer's.
-    """
-    NARROW: gl.constexpr = BLOCK_V < BLOCK_D
+    """One consumer: ``COLUMNS`` columns of dK and dV of 64 keys, and of every turn's dQ."""
     dtype: gl.constexpr = shared.q_tiles.dtype
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout(shared.k_tile.type.layout.swizzle_byte_width, 16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     views = Views(
         k=shared.k_tile._reinterpret(dtype, [1, ROWS, BLOCK_D], TILE),
-        v=shared.v_tile._reinterpret(dtype, [1, ROWS, BLOCK_V], TILE),
+        v=shared.v_tile._reinterpret(dtype, [1, ROWS, BLOCK_D], TILE),
         # The same bytes: 64 columns of 16 bits, one swizzle's width, lie together.
         k_parts=shared.k_tile._reinterpret(dtype, [BLOCK_D // ROWS, ROWS, ROWS], TILE),
         q_tiles=shared.q_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE),
-        do_tiles=shared.do_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_V], TILE),
+        do_tiles=shared.do_tiles._reinterpret(dtype, [STAGES, ROWS, BLOCK_D], TILE),
         lse_tiles=shared.lse_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE),
         delta_tiles=shared.delta_tiles._reinterpret(gl.float32, [STAGES, ROWS], LINE),
         p_tiles=shared.p_tiles,
@@ -472,13 +438,7 @@ def accumulate(
     if turns.end > turns.first:
         mbarrier.wait(shared.kv_ready, 0)
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
-    if not NARROW:
-        dv = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
-    elif CONSUMER == 1:
-        V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
-        dv = gl.zeros([ROWS, BLOCK_V], gl.float32, V_LAYOUT)
-    else:
-        dv = 0
+    dv = gl.zeros([ROWS, COLUMNS], gl.float32, D_LAYOUT)
     MASKED_LAST: gl.constexpr = ORDER == "heads" or ORDER == "keys"
     AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or MASKED_LAST)
     DIVIDED: gl.constexpr = ORDER == "sections"
@@ -497,13 +457,13 @@ def accumulate(
             if CONSUMER == 0:
                 progress, dq_ptr, before = take_turns(
                     shared, views, progress, dq_ptr, before, of_line, member, start, middle,
-                    seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, BLOCK_V, MAIN, TAIL,
-                    CAUSAL, MASK, SOFTCAP, True, ONTO,
+                    seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                    SOFTCAP, True, ONTO,
                 )  # fmt: skip
             progress, dq_ptr, before = take_turns(
                 shared, views, progress, dq_ptr, before, of_line, member, middle, stop,
-                seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, BLOCK_V, MAIN, TAIL,
-                CAUSAL, MASK, SOFTCAP, False, ONTO,
+                seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                SOFTCAP, False, ONTO,
             )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:
@@ -540,16 +500,12 @@ def accumulate(
         mbarrier.wait(shared.opened, parity, pred=sharing.adds | sharing.ends)
     FIRST_COLUMN: gl.constexpr = 128 * CONSUMER
     OF_DK: gl.constexpr = ROWS * FIRST_COLUMN
-    FIRST_VALUE: gl.constexpr = 0 if NARROW else FIRST_COLUMN
-    OF_DV: gl.constexpr = ROWS * (BLOCK_D + FIRST_VALUE)
+    OF_DV: gl.constexpr = OF_DK + ROWS * BLOCK_D
     first_key = turns.first_key
     dk = progress.dk * scale
+    dv = progress.dv
     give(dk, dk_rows, first_key, sharing, OF_DK, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)
-    if CONSUMER == 1 or not NARROW:
-        give(
-            progress.dv, dv_rows, first_key, sharing, OF_DV, FIRST_VALUE, VALUE_DIM, SHARED, False,
-            DIVIDED,
-        )  # fmt: skip
+    give(dv, dv_rows, first_key, sharing, OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)
     if SHARED:
         mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
@@ -593,9 +549,7 @@ def flash_backward_wide(
     scale_log2,
     STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    BLOCK_V: gl.constexpr,
     MAIN: gl.constexpr,
     TAIL: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -702,15 +656,13 @@ def flash_backward_wide(
             seq,
             section,
             num_sections,
-            BLOCK_D + BLOCK_V,
+            2 * BLOCK_D,
             ORDER,
         )
     inputs = Inputs(q=q_desc, do=do_desc, k=k_desc, v=v_desc, statistics=stat_desc)
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
     )
-    # Values are as wide as keys, or have the columns of one consumer.
-    gl.static_assert(BLOCK_V == BLOCK_D or BLOCK_V == 128)
     # The first consumer has 128 columns, the second what MAIN + TAIL leave.
     REST: gl.constexpr = MAIN + TAIL - 128
     gl.warp_specialize(
@@ -731,9 +683,7 @@ def flash_backward_wide(
                     128,
                     STAGES,
                     HEAD_DIM,
-                    VALUE_DIM,
                     BLOCK_D,
-                    BLOCK_V,
                     MAIN,
                     TAIL,
                     CAUSAL,
@@ -760,9 +710,7 @@ def flash_backward_wide(
                     REST,
                     STAGES,
                     HEAD_DIM,
-                    VALUE_DIM,
                     BLOCK_D,
-                    BLOCK_V,
                     MAIN,
                     TAIL,
                     CAUSAL,

@@ -19,6 +19,7 @@ from kernels.flash.hopper.program_size import ProgramSize
 from kernels.flash.hopper.schedule import (
     BACKWARD,
     FORWARD,
+    NARROW_BACKWARD,
     NARROW_FORWARD,
     NARROW_PANELS,
     PROGRAM_ROWS,
@@ -250,11 +251,12 @@ def _key_workspace(call: BackwardPass, *, onto: bool) -> Workspace:
 
 def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLaunch:
     from kernels.flash.hopper.backward import flash_backward
+    from kernels.flash.hopper.backward_narrow import flash_backward_narrow
     from kernels.flash.hopper.backward_wide import flash_backward_wide
 
     problem, q, k, dk, dv = call.problem, call.q, call.k, call.dk, call.dv
     width = block_d(problem)
-    chosen = BACKWARD[width]
+    kernel, chosen = flash_backward if width <= 128 else flash_backward_wide, BACKWARD[width]
     num_lines = q.shape[0] * q.shape[1]
     num_parts = backward_schedule.num_parts(problem)
     keys_turned = 0 if onto else backward_schedule.keys_turned(problem)
@@ -269,16 +271,21 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
         rows = schedule.backward_rows(problem)
         programs_of_slot = grid.heads // problem.batch_size
         num_programs = programs_of_slot * slots(k.shape[2], problem.batch_size, rows)
-    by_width: dict[str, Any] = {"VALUE_DIM": problem.v_dim, "BLOCK_V": block_v(problem)}
-    if width <= 128:
-        by_width = {
+    constants: dict[str, Any] = _constants(problem)
+    if problem.value_dim is not None:
+        kernel, chosen = flash_backward_narrow, NARROW_BACKWARD
+        width = schedule.PANEL_COLUMNS
+        constants |= {"VALUE_DIM": problem.v_dim, "BLOCK_V": block_v(problem)}
+        del constants["MAIN"], constants["TAIL"]
+    elif width <= 128:
+        constants |= {
             "RESIDENT": chosen.resident,
             "APART": backward_schedule.halves_apart(problem),
             "ROLLED": backward_schedule.halves_rolled(problem),
             "UNMASKED": schedule.has_unmasked_turns(problem.causal, problem.window),
         }
     return PreparedLaunch(
-        flash_backward if width <= 128 else flash_backward_wide,
+        kernel,
         (num_programs, 1, 1),
         {
             "STAGES": chosen.stages,
@@ -286,8 +293,7 @@ def _plan_main(call: BackwardPass, padded_len: int, *, onto: bool) -> PreparedLa
             "ORDER": order,
             "SHARED": num_parts > 1 or divided is not None,
             "ONTO": onto,
-            **by_width,
-            **_constants(problem),
+            **constants,
         },
         integers=(
             *dk.stride()[:3],

@@ -52,6 +52,8 @@ BACKWARD = {
     # Keys of 64, not 128, and their columns halved (backward_wide).
     256: Schedule(tile=64, stages=2),
 }
+NARROW_BACKWARD = Schedule(tile=64, stages=3)
+"""Of values narrower than keys (backward_narrow)."""
 
 
 class Columns(NamedTuple):
@@ -111,7 +113,12 @@ def why_not_narrow(head_dim: int, value_dim: int) -> str | None:
 
 def backward_rows(problem: Problem) -> int:
     """Keys of a program of the backward pass, and queries of its turns."""
-    return PROGRAM_ROWS if block_d(problem) <= 128 else ROWS
+    return backward_rows_of(problem.head_dim, problem.value_dim)
+
+
+def backward_rows_of(head_dim: int, value_dim: int | None) -> int:
+    """As :func:`backward_rows`; of values as wide as keys, value_dim is None."""
+    return PROGRAM_ROWS if columns(head_dim).stored <= 128 or value_dim is not None else ROWS
 
 
 def mask_kind(problem: Problem) -> str:

@@ -16,9 +16,9 @@ from kernels.flash.hopper import backward_schedule, plans, schedule
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 
-def size_of(columns: int) -> int:
+def size_of(columns: int, *, narrow: bool = False) -> int:
     """Keys of a program, and queries of a turn."""
-    return 64 if columns == 256 else 128
+    return 64 if columns == 256 and not narrow else 128
 
 
 def random_call(rng: random.Random, *, narrow: bool = False) -> tuple[Call, list[tuple[int, int]]]:
@@ -43,7 +43,7 @@ def random_call(rng: random.Random, *, narrow: bool = False) -> tuple[Call, list
     num_members = rng.choice([n for n in (1, 2, 4) if n <= group_size])
     num_heads = group_size * rng.choice((1, 2))
     heads = len(lengths) * num_heads // num_members
-    num_key_tiles = -(-kv_len // size_of(columns))
+    num_key_tiles = -(-kv_len // size_of(columns, narrow=narrow))
     programs, order, order_count = heads * num_key_tiles, "none", 0
     heads_at_once = rng.randint(1, heads)
     if causal and mask == "plain":
@@ -72,7 +72,7 @@ def random_call(rng: random.Random, *, narrow: bool = False) -> tuple[Call, list
     elif order in ("bands", "sections"):
         order = "none"
     if cu_seqlens and order != "keys":
-        slots = plans.slots(cu_seqlens[1][-1], len(lengths), size_of(columns))
+        slots = plans.slots(cu_seqlens[1][-1], len(lengths), size_of(columns, narrow=narrow))
         programs = num_heads // num_members * slots
     tail = rng.choice((0, 32)) if columns == 128 else 64 if narrow else 0
     main = 64 if tail else rng.choice((16, 32, 64)) if columns == 64 else columns
@@ -128,7 +128,7 @@ def wanted_pairs(call: Call, lengths: list[tuple[int, int]]) -> list[Wanted]:
     kernel = backward_functions()
     edges, constants = kernel.Edges(*call.edges), (call.causal, call.mask)
     wanted = []
-    size = size_of(call.columns)
+    size = size_of(call.columns, narrow=call.narrow)
     parts = range(0, size, 64)
     starts = call.cu_seqlens or ([0], [0])
     for number, (q_len, kv_len) in enumerate(lengths):
@@ -204,16 +204,29 @@ def test_values_narrower_than_keys() -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        ("now, STAGES, BLOCK_V, 0, SOFTCAP, True", "now, STAGES, MAIN, TAIL, SOFTCAP, True"),
-        ("0 if NARROW else 128, dv.shape[1]", "128, dv.shape[1]"),
-        ("warpgroup_mma_wait(1 if NARROW else 2, deps=[dq])", "warpgroup_mma_wait(2, deps=[dq])"),
-        ("if CONSUMER == 1 or not NARROW:", "if True:"),
+        ("mbarrier.wait(shared.q_ready.index(0), 0)", "pass"),
+        ("mbarrier.wait(shared.q_ready.index(next_slot), phase, pred=now.more)", "pass"),
+        ("mbarrier.wait(shared.q_free.index(slot), phase)", "pass"),
+        ("mbarrier.wait(shared.do_ready.index(half), parity)", "pass"),
+        ("mbarrier.wait(shared.do_free.index(half), parity)", "pass"),
+        ("mbarrier.wait(shared.ds_ready, last, pred=now.has_dq)", "pass"),
+        ("mbarrier.wait(shared.ds_ready, 1)", "pass"),
+        ("mbarrier.wait(shared.opened, last, pred=now.has_dq)", "pass"),
+        ("fence_async_shared()", "pass"),
+        ("old_ds = 2 - new_ds", "old_ds = new_ds"),
+        ("dq = warpgroup_mma_wait(2, deps=[dq])", "dq = warpgroup_mma_wait(3, deps=[dq])"),
+        ("third = warpgroup_mma_wait(0, deps=[third])", "pass"),
+        ("s = warpgroup_mma_wait(0, deps=[next_s])", "s = next_s"),
+        ("warpgroup_mma_wait(0, deps=[dp, dv, a])", "warpgroup_mma_wait(1, deps=[dp, dv, a])"),
+        (
+            "warpgroup_mma_wait(2, deps=[dk, dk_tail, ds])",
+            "warpgroup_mma_wait(3, deps=[dk, dk_tail, ds])",
+        ),
+        ("index = 2 * number + panel if panel < 2 else", "index = 3 * number + panel if True else"),
+        ("me - CONSUMER + 2 * CONSUMERS, 1)", "me - CONSUMER + 1, 2)"),
+        ("OF_TAIL: gl.constexpr = OF_DK + ROWS * PAIR", "OF_TAIL = OF_DK + ROWS * BLOCK_D"),
         ("BLOCK_D + BLOCK_V,", "BLOCK_D,"),
-        ("ROWS * (BLOCK_D + FIRST_VALUE)", "ROWS * FIRST_VALUE"),
-        ("FIRST_VALUE, VALUE_DIM", "FIRST_VALUE, HEAD_DIM"),
-        ("FIRST_VALUE: gl.constexpr = 0 if NARROW else FIRST_COLUMN", "FIRST_VALUE = FIRST_COLUMN"),
-        ("mbarrier.wait(shared.do_ready.index(slot), phase)", "pass"),
-        ("mbarrier.wait(shared.p_ready, parity)", "pass"),
+        ("OF_DV, 0, VALUE_DIM", "OF_DV, 0, HEAD_DIM"),
     ],
     ids=lambda edit: edit[0][:60],
 )  # fmt: skip
@@ -229,7 +242,7 @@ def test_notices_with_narrower_values(edit: tuple[str, str]) -> None:
 def in_sections(seed: int, columns: int) -> bool:
     """Whether the call of a seed has several sections, with so many columns at least."""
     call, _ = random_call(random.Random(seed))
-    num_key_tiles = -(-call.kv_len // size_of(call.columns))
+    num_key_tiles = -(-call.kv_len // size_of(call.columns, narrow=call.narrow))
     return call.order == "sections" and call.order_count < num_key_tiles and call.columns >= columns
 
 
@@ -250,7 +263,10 @@ def test_turns_of_heads_are_divided() -> None:
         ("turns = in_section(turns, section, order_count)", "pass"),
         ("num_sections = gl.cdiv(turns.end - turns.first, order_count)", "pass"),
         ('DIVIDED: gl.constexpr = ORDER == "sections"', "DIVIDED = False"),
-        ("VALUE_DIM, SHARED, False,\n            DIVIDED,", "VALUE_DIM, SHARED, False, False,"),
+        (
+            "OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)",
+            "OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, False)",
+        ),
     ],
     ids=lambda edit: edit[0][:60],
 )  # fmt: skip

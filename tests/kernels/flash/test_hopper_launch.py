@@ -47,9 +47,9 @@ def test_compiles_without_serialised_matmuls(
     "kernel", ["forward", pytest.param("backward", marks=pytest.mark.exhaustive)]
 )
 def test_values_narrower_than_keys_compile(kernel: str) -> None:
-    """Nothing is spilled."""
+    """In the backward pass what bounds the loops is spilled, and read between them."""
     pytest.importorskip("triton.experimental.gluon")
-    check_report(compiled(kernel, "192/128"), kernel, 192, 0)
+    check_report(compiled(kernel, "192/128"), kernel, 192, 48 if kernel == "backward" else 0)
 
 
 def compiled(kernel: str, head_dim: str) -> str:

@@ -26,6 +26,10 @@ def test_shapes() -> None:
     text = "2x8:4x64x16/window=9"
     assert shape_of(text) == Shape(text=text, kv_heads=4, window=9, **sizes)
     assert not shape_of("2x8x64x16/full").causal
+    text = "2x8x64x24:16/full"
+    assert shape_of(text) == Shape(
+        text=text, kv_heads=8, causal=False, **sizes | {"head_dim": 24, "value_dim": 16}
+    )
     text = "2x8x64x16/full/ragged"
     ragged = shape_of(text)
     assert ragged == Shape(text=text, kv_heads=8, causal=False, packing="ragged", **sizes)
