@@ -94,7 +94,7 @@ class Variant:
 
     @property
     def panels(self) -> int:
-        """Tiles that queries and keys of the forward kernel lie in."""
+        """Tiles that queries and keys lie in."""
         return hopper_schedule.NARROW_PANELS if self.value_dim is not None else 1
 
     @property
@@ -185,7 +185,7 @@ def _ones(variant: Variant) -> dict[str, int]:
     return {"num_members": 1, **alone}
 
 
-def compile_finish(head_dim: int, sums: int) -> Any:
+def compile_finish(head_dim: int, sums: int, value_dim: int | None = None) -> Any:
     """rows.finish_dq of a causal mask in bfloat16, as the backward pass launches it."""
     names = finish_dq.arg_names
     width = hopper_schedule.columns(head_dim).stored
@@ -193,7 +193,7 @@ def compile_finish(head_dim: int, sums: int) -> Any:
         "HEAD_DIM": head_dim,
         "BLOCK_D": width,
         "BLOCK_Q": FINISHED_ROWS,
-        "TURN": 128 if width <= 128 else 64,
+        "TURN": hopper_schedule.backward_rows_of(head_dim, value_dim),
         "PACKED": False,
         "CAUSAL": True,
         "MASK": "plain",
@@ -430,11 +430,13 @@ def main() -> int:
                     flush=True,
                 )
     if "backward" in kernels and variants_of is plain_variants:
-        for head_dim, *_ in dims:
+        for head_dim, *value_dim in dims:
             # Each band has a sum, and above 128 columns there are no bands.
             most = backward_schedule.MOST_BANDS if head_dim <= 128 else 2
             for sums in sorted({1, 2, most}):
-                spills = spills_in(assembler_report(compile_finish(head_dim, sums).asm["ptx"]))
+                spills = spills_in(
+                    assembler_report(compile_finish(head_dim, sums, *value_dim).asm["ptx"])
+                )
                 failed = failed or " 0 bytes spill stores" not in spills
                 print(f"finish_dq      d {head_dim:<4} {sums} sums  {spills}", flush=True)
     return int(failed)

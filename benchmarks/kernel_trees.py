@@ -103,6 +103,8 @@ def shape_of(text: str) -> Shape:
     )
     if min(batch_size, heads, kv_heads, tokens, head_dim) < 1 or heads % kv_heads:
         raise argparse.ArgumentTypeError(f"{text}: sizes must be positive, and H_kv divide H")
+    if found[6] and int(found[6]) >= head_dim:
+        raise argparse.ArgumentTypeError(f"{text}: D_v must be less than D, or left out")
     return Shape(
         text=text,
         batch_size=batch_size,

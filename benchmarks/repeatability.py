@@ -1,6 +1,7 @@
 """Whether many passes of flash attention give the same bits, and how exact they are, on a GPU.
 
-Run as ``python -m benchmarks.repeatability [--passes 1000] [--record FILE.csv]`` in the repository.
+Run as ``python -m benchmarks.repeatability [--passes 1000] [--record FILE.csv] [--shapes NAME..]``
+in the repository, where names are those that it prints, up to a blank: ``1x16x8192x192/128``.
 Each shape runs forward and backward as often as asked, on the same inputs, and every o, dq, dk and
 dv is compared bit for bit with the first. Errors are norms relative to float64 over the first key
 head, beside those of PyTorch's math path in the same dtype.
@@ -35,13 +36,16 @@ class Shape:
     kv_heads: int
     tokens: int
     head_dim: int
+    value_dim: int | None = None
+    """Of values with fewer columns than head_dim."""
     causal: bool = True
     dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         heads = f"{self.heads}:{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
         mask = "causal" if self.causal else "full"
-        return f"{self.batch_size}x{heads}x{self.tokens}x{self.head_dim} {mask} {self.dtype}"
+        columns = f"{self.head_dim}/{self.value_dim}" if self.value_dim else f"{self.head_dim}"
+        return f"{self.batch_size}x{heads}x{self.tokens}x{columns} {mask} {self.dtype}"
 
 
 def _of(*sizes: int, **others: object) -> Shape:
@@ -66,6 +70,7 @@ SHAPES = (
     _of(2, 16, 2, 12345, 64),
     _of(1, 8, 8, 8192, 256),
     _of(1, 16, 16, 8192, 192),
+    _of(1, 16, 16, 8192, 192, value_dim=128),
     _of(1, 16, 16, 16384, 128, causal=False),
     _of(2, 8, 8, 4096, 128, dtype="float16"),
     _of(1, 4, 4, 2048, 128, dtype="float32"),
@@ -116,7 +121,7 @@ def errors(
 def _math(shape: Shape, tensors: list[Tensor]) -> list[Tensor]:
     """o, dq, dk, dv by PyTorch's math path, one query head at a time."""
     q, k, v, do = tensors
-    o, dq, dk, dv = (torch.empty_like(q), torch.empty_like(q), *map(torch.zeros_like, (k, v)))
+    o, dq, dk, dv = (torch.empty_like(do), torch.empty_like(q), *map(torch.zeros_like, (k, v)))
     for head in range(q.shape[1]):
         leaves = [x.detach().requires_grad_() for x in (q[:, head : head + 1], k, v)]
         with sdpa_kernel(SDPBackend.MATH):
@@ -133,12 +138,16 @@ def row(shape: Shape, count: int) -> dict[str, object]:
     """One row of the record."""
     generator = torch.Generator("cuda").manual_seed(1)
 
-    def randn(heads: int) -> Tensor:
-        sizes = (shape.batch_size, heads, shape.tokens, shape.head_dim)
+    def randn(heads: int, columns: int) -> Tensor:
+        sizes = (shape.batch_size, heads, shape.tokens, columns)
         x = torch.randn(sizes, device="cuda", generator=generator)
         return x.to(getattr(torch, shape.dtype))
 
-    tensors = [randn(h) for h in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)]
+    of_keys, of_values = shape.head_dim, shape.value_dim or shape.head_dim
+    tensors = [
+        *(randn(shape.heads, of_keys), randn(shape.kv_heads, of_keys)),
+        *(randn(shape.kv_heads, of_values), randn(shape.heads, of_values)),
+    ]
     start = time.perf_counter()
     got, different = passes(shape, count, tensors)
     torch.cuda.synchronize()
@@ -157,13 +166,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--passes", type=int, default=1000)
     parser.add_argument("--record", type=Path)
+    names = [str(shape).split()[0] for shape in SHAPES]
+    parser.add_argument("--shapes", nargs="+", choices=names, default=names, metavar="NAME")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("benchmarks.repeatability: torch sees no CUDA device", file=sys.stderr)
         return 2
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     rows = []
-    for shape in SHAPES:
+    for shape in (x for x in SHAPES if str(x).split()[0] in options.shapes):
         rows.append(row(shape, options.passes))
         print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
         if options.record:

@@ -246,6 +246,8 @@ class BackwardMachine(Machine):
         self.width = 0
         self.value_width = 0
         """Columns of values that matmuls take, and ``width`` those of keys."""
+        self.starts: list[tuple[int, int]] = []
+        """Of the sequences' queries and keys."""
         self.has_panels = False
         """Whether queries and keys lie in panels."""
         self.head_dims: dict[str, int] = {}
@@ -374,6 +376,9 @@ class BackwardMachine(Machine):
             raise ProtocolError(f"{lse} for {s}")
         if s.width != self.width:
             raise ProtocolError(f"scores of {s.width} columns of {self.width}")
+        key, query = arguments[:2]
+        if (s.query[1] - query, s.key[1] - key) not in self.starts:
+            raise ProtocolError(f"{s} is masked as of key {key} and query {query}")
         return Pair("p", s.query, s.key, is_masked=arguments[8], width=self.value_width)
 
     def slope_of_cap(self, p: Pair, lse: Loaded, _: float) -> Pair:
@@ -512,6 +517,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
 
     machine = BackwardMachine(seed, call.programs, at)
     machine.width = call.main + call.tail
+    machine.starts = list(zip(*call.cu_seqlens, strict=True)) if call.cu_seqlens else [(0, 0)]
     machine.has_panels = call.narrow
     machine.value_width = 128 if call.narrow else machine.width
     head_dim = machine.width if call.columns == 256 else 96
@@ -544,7 +550,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
         "store_rows": machine.store_gradient,
     }
     names |= tile_names()
-    structures: tuple[str, ...] = ("Inputs", "Heads", "Turns", "Gradients")
+    structures: tuple[str, ...] = ("Inputs", "Heads", "Turns", "Gradients", "Program")
     names |= {name: getattr(backward_order, name) for name in structures}
     names["Sharing"] = backward_sharing.Sharing
     edits = edit, (".to(gl.int64)", "")
@@ -552,6 +558,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     places: tuple[str, ...] = ("place_in_order", "place_in_batch", "place_in_bands")
     places += ("in_band", "in_section", "lines_before", "turn_of", "tile_of")
     turns = ("turns_of_keys", "bounds_of_loops", "programs_before", "start_scores")
+    turns += ("program_of", "turns_of_program")
     load(names, backward_order, (*places, *turns), *edits)
     load(
         names,

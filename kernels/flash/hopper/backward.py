@@ -15,7 +15,8 @@ heads of the group or a part of them, 128 at a time: a *turn* of two halves. Its
   after, each consumer computes half of dQ = dS K over all 128 keys.
 - Two warps keep the order in which programs add to dQ (:mod:`kernels.flash.hopper.backward_order`).
 
-Above head_dim 128 there is :mod:`kernels.flash.hopper.backward_wide`.
+Above head_dim 128 there is :mod:`kernels.flash.hopper.backward_wide`, or where values are narrower
+than keys :mod:`kernels.flash.hopper.backward_narrow`.
 
 docs/kernels.md has a diagram of the warps over time and the budget of shared memory and registers.
 """
@@ -38,26 +39,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash.hopper.backward_order import (
     Gradients,
-    Heads,
     Inputs,
     add_tile,
     add_tile_by_thread,
     bounds_of_loops,
     close_turns,
-    in_band,
-    in_section,
-    lines_before,
     number_of_thread,
     open_turns,
-    place_in_bands,
-    place_in_batch,
     probabilities,
+    program_of,
     programs_before,
     slope_of_cap,
     start_scores,
     tile_of,
     turn_of,
-    turns_of_keys,
+    turns_of_program,
 )
 from kernels.flash.hopper.backward_sharing import give, sharing_of
 from kernels.flash.hopper.tiles import (
@@ -69,7 +65,6 @@ from kernels.flash.hopper.tiles import (
     Rows,
     columns,
     opaque,
-    sequence,
 )
 
 
@@ -768,58 +763,18 @@ def flash_backward(
         mbarrier.init(shared.do_ready.index(slot), count=1)
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
-    programs_of_sequence = num_heads // num_members
-    DIVIDED: gl.constexpr = ORDER == "bands" or ORDER == "halves" or ORDER == "sections"
-    band = 0
-    num_bands = 1
-    if DIVIDED:
-        line, key_tile, band, is_turned = place_in_bands(
-            heads_at_once, order_count, gl.cdiv(kv_len, PROGRAM_ROWS), ORDER
-        )
-        batch = line // programs_of_sequence
-        head = line % programs_of_sequence
-    else:
-        batch, head, key_tile, is_turned = place_in_batch(
-            cu_seqlens_k,
-            batch_size,
-            programs_of_sequence,
-            heads_at_once,
-            order_count,
-            kv_len,
-            PROGRAM_ROWS,
-            ORDER,
-            PACKED,
-        )
-    first_head = head * num_members
-    heads = Heads(
-        num_heads=num_heads,
-        first_head=first_head,
-        num_members=num_members,
-        kv_head=first_head // group_size,
-        num_lines=num_lines,
-        padded_len=padded_len,
-        lines_before=lines_before(is_turned, band, num_lines, ORDER),
-    )
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
-    if PACKED and key_tile * PROGRAM_ROWS >= seq.kv_len:
+    program = program_of(
+        cu_seqlens_q, cu_seqlens_k, batch_size, num_heads, group_size, num_members, heads_at_once,
+        order_count, q_len, kv_len, num_lines, padded_len, PROGRAM_ROWS, ORDER, PACKED,
+    )  # fmt: skip
+    seq = program.seq
+    heads = program.heads
+    if PACKED and program.key_tile * PROGRAM_ROWS >= seq.kv_len:
         return
     edges = Edges(window, prefix_len, shift)
-    turns = turns_of_keys(
-        key_tile,
-        seq.q_len,
-        seq.kv_len,
-        edges,
-        0 if DIVIDED else is_turned,
-        PROGRAM_ROWS,
-        CAUSAL,
-        MASK,
+    turns, num_parts = turns_of_program(
+        program, edges, order_count, PROGRAM_ROWS, CAUSAL, MASK, ORDER
     )
-    if DIVIDED:
-        num_bands = gl.cdiv(turns.end - turns.first, order_count)
-        if ORDER == "sections":
-            turns = in_section(turns, band, order_count)
-        else:
-            turns = in_band(turns, band, order_count, is_turned)
     sharing = 0
     if SHARED:
         sharing = sharing_of(
@@ -830,8 +785,8 @@ def flash_backward(
             group_size,
             turns.first_key,
             seq,
-            band,
-            num_bands,
+            program.part,
+            num_parts,
             2 * BLOCK_D,
             ORDER,
         )

@@ -57,6 +57,7 @@ from kernels.flash.hopper.tiles import (
     hide,
     offsets,
     opaque,
+    sequence,
     sequence_of_program,
 )
 
@@ -128,6 +129,18 @@ class Gradients(NamedTuple):
     stride_vb: Any
     stride_vh: Any
     stride_vs: Any
+
+
+class Program(NamedTuple):
+    """What one program has."""
+
+    seq: Any
+    heads: Any
+    key_tile: Any
+    """Behind the sequence's last one if the program has nothing to do."""
+    is_turned: Any
+    part: Any
+    """Its band, or its section; 0 where turns are not divided."""
 
 
 @gluon.jit
@@ -374,6 +387,92 @@ def turns_of_keys(
 
 
 @gluon.jit
+def program_of(
+    cu_seqlens_q,
+    cu_seqlens_k,
+    batch_size,
+    num_heads,
+    group_size,
+    num_members,
+    heads_at_once,
+    order_count,
+    q_len,
+    kv_len,
+    num_lines,
+    padded_len,
+    SIZE: gl.constexpr,
+    ORDER: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """This :class:`Program`, by its number; the parameters are those of backward.flash_backward."""
+    programs_of_sequence = num_heads // num_members
+    DIVIDED: gl.constexpr = ORDER == "bands" or ORDER == "halves" or ORDER == "sections"
+    part = 0
+    if DIVIDED:
+        line, key_tile, part, is_turned = place_in_bands(
+            heads_at_once, order_count, gl.cdiv(kv_len, SIZE), ORDER
+        )
+        batch = line // programs_of_sequence
+        head = line % programs_of_sequence
+    else:
+        batch, head, key_tile, is_turned = place_in_batch(
+            cu_seqlens_k,
+            batch_size,
+            programs_of_sequence,
+            heads_at_once,
+            order_count,
+            kv_len,
+            SIZE,
+            ORDER,
+            PACKED,
+        )
+    first_head = head * num_members
+    heads = Heads(
+        num_heads=num_heads,
+        first_head=first_head,
+        num_members=num_members,
+        kv_head=first_head // group_size,
+        num_lines=num_lines,
+        padded_len=padded_len,
+        lines_before=lines_before(is_turned, part, num_lines, ORDER),
+    )
+    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
+    return Program(seq, heads, key_tile, is_turned, part)
+
+
+@gluon.jit
+def turns_of_program(
+    program,
+    edges,
+    order_count,
+    SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    ORDER: gl.constexpr,
+):
+    """The program's turns, and among how many programs those of its keys are divided."""
+    DIVIDED: gl.constexpr = ORDER == "bands" or ORDER == "halves" or ORDER == "sections"
+    turns = turns_of_keys(
+        program.key_tile,
+        program.seq.q_len,
+        program.seq.kv_len,
+        edges,
+        0 if DIVIDED else program.is_turned,
+        SIZE,
+        CAUSAL,
+        MASK,
+    )
+    num_parts = 1
+    if DIVIDED:
+        num_parts = gl.cdiv(turns.end - turns.first, order_count)
+        if ORDER == "sections":
+            turns = in_section(turns, program.part, order_count)
+        else:
+            turns = in_band(turns, program.part, order_count, program.is_turned)
+    return turns, num_parts
+
+
+@gluon.jit
 def bounds_of_loops(turns, again, AGAIN: gl.constexpr, MASK: gl.constexpr):
     """Steps where a loop with the mask starts, where one without takes over, and where that ends.
 
@@ -426,8 +525,8 @@ def open_turns(
 ):
     """The warp that lets the consumers add to dQ once all programs before have done so.
 
-    A turn has two ``PARTS`` where its halves are opened apart
-    (backward_schedule.halves_apart), else one.
+    A turn has two ``PARTS`` where its halves are opened apart (backward_schedule.halves_apart, and
+    always in backward_narrow), else one.
 
     A barrier tells only even phases from odd ones, so nobody may fall two phases behind another.
     Hence a part opens when the consumers are done with the one before and the two before that are

@@ -1,4 +1,4 @@
-"""FlashAttention backward for Hopper at head dims above 128, in Gluon.
+"""FlashAttention backward for Hopper at head dims above 128, values as wide as keys, in Gluon.
 
 The accumulators of dK and dV for 64 keys, 64 x 256 in float32 each, fill the registers of a
 warpgroup by themselves. So the two consumers of :mod:`kernels.flash.hopper.backward`, each with
@@ -39,22 +39,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.flash.hopper.backward_order import (
     Gradients,
-    Heads,
     Inputs,
     add_tile,
     bounds_of_loops,
     close_turns,
-    in_section,
-    lines_before,
     open_turns,
-    place_in_bands,
-    place_in_batch,
     probabilities,
+    program_of,
     programs_before,
     slope_of_cap,
     start_scores,
     turn_of,
-    turns_of_keys,
+    turns_of_program,
 )
 from kernels.flash.hopper.backward_sharing import give, sharing_of
 from kernels.flash.hopper.tiles import (
@@ -65,7 +61,6 @@ from kernels.flash.hopper.tiles import (
     Rows,
     columns,
     opaque,
-    sequence,
 )
 
 
@@ -605,45 +600,16 @@ def flash_backward_wide(
         mbarrier.init(shared.do_ready.index(slot), count=1)
         mbarrier.init(shared.free.index(slot), count=CONSUMERS)
 
-    programs_of_sequence = num_heads // num_members
-    section = 0
-    num_sections = 1
-    if ORDER == "sections":
-        line, key_tile, section, is_turned = place_in_bands(
-            heads_at_once, order_count, gl.cdiv(kv_len, ROWS), ORDER
-        )
-        batch = line // programs_of_sequence
-        head = line % programs_of_sequence
-    else:
-        batch, head, key_tile, is_turned = place_in_batch(
-            cu_seqlens_k,
-            batch_size,
-            programs_of_sequence,
-            heads_at_once,
-            order_count,
-            kv_len,
-            ROWS,
-            ORDER,
-            PACKED,
-        )
-    first_head = head * num_members
-    heads = Heads(
-        num_heads=num_heads,
-        first_head=first_head,
-        num_members=num_members,
-        kv_head=first_head // group_size,
-        num_lines=num_lines,
-        padded_len=padded_len,
-        lines_before=lines_before(is_turned, 0, num_lines, ORDER),
-    )
-    seq = sequence(cu_seqlens_q, cu_seqlens_k, batch, q_len, kv_len, PACKED)
-    if PACKED and key_tile * ROWS >= seq.kv_len:
+    program = program_of(
+        cu_seqlens_q, cu_seqlens_k, batch_size, num_heads, group_size, num_members, heads_at_once,
+        order_count, q_len, kv_len, num_lines, padded_len, ROWS, ORDER, PACKED,
+    )  # fmt: skip
+    seq = program.seq
+    heads = program.heads
+    if PACKED and program.key_tile * ROWS >= seq.kv_len:
         return
     edges = Edges(window, prefix_len, shift)
-    turns = turns_of_keys(key_tile, seq.q_len, seq.kv_len, edges, is_turned, ROWS, CAUSAL, MASK)
-    if ORDER == "sections":
-        num_sections = gl.cdiv(turns.end - turns.first, order_count)
-        turns = in_section(turns, section, order_count)
+    turns, num_parts = turns_of_program(program, edges, order_count, ROWS, CAUSAL, MASK, ORDER)
     sharing = 0
     if SHARED:
         sharing = sharing_of(
@@ -654,8 +620,8 @@ def flash_backward_wide(
             group_size,
             turns.first_key,
             seq,
-            section,
-            num_sections,
+            program.part,
+            num_parts,
             2 * BLOCK_D,
             ORDER,
         )

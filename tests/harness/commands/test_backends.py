@@ -257,9 +257,12 @@ class TestAuto:
             ({}, "flash_triton"),
             ({"value_dim": 8}, "sdpa_cudnn"),
             ({"value_dim": 8, "needs_grad": False}, "flash_triton"),
+            ({"head_dim": 192, "value_dim": 128, "dtype": "bfloat16"}, "flash_triton"),
+            ({"head_dim": 192, "value_dim": 128, "dtype": "float32"}, "sdpa_cudnn"),
+            ({"head_dim": 256, "value_dim": 128, "dtype": "bfloat16"}, "sdpa_cudnn"),
         ],
     )
-    def test_gradients_of_narrower_values_are_cudnns_on_hopper(
+    def test_gradients_of_most_narrower_values_are_cudnns_on_hopper(
         self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str
     ) -> None:
         monkeypatch.setattr(auto, "chain_of", lambda device: CHAINS["sm_90"])

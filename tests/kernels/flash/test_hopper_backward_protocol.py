@@ -196,14 +196,19 @@ def test_programs() -> None:
         check(seed)
 
 
+NARROW_SEEDS = (*range(12), 37, 73)
+"""With sections at the end."""
+
+
 def test_values_narrower_than_keys() -> None:
-    for seed in range(10):
+    for seed in NARROW_SEEDS:
         check(seed, narrow=True)
 
 
 @pytest.mark.parametrize(
     "edit",
     [
+        ("mbarrier.wait(shared.kv_ready, 0)", "pass"),
         ("mbarrier.wait(shared.q_ready.index(0), 0)", "pass"),
         ("mbarrier.wait(shared.q_ready.index(next_slot), phase, pred=now.more)", "pass"),
         ("mbarrier.wait(shared.q_free.index(slot), phase)", "pass"),
@@ -212,6 +217,13 @@ def test_values_narrower_than_keys() -> None:
         ("mbarrier.wait(shared.ds_ready, last, pred=now.has_dq)", "pass"),
         ("mbarrier.wait(shared.ds_ready, 1)", "pass"),
         ("mbarrier.wait(shared.opened, last, pred=now.has_dq)", "pass"),
+        ("mbarrier.wait(shared.opened, 1)", "pass"),
+        ("mbarrier.wait(shared.opened, 0, pred=sharing.adds | sharing.ends)", "pass"),
+        ("if half == CONSUMER:", "if half == 0:"),
+        ("first_query=turn * PROGRAM_ROWS + half * ROWS", "first_query=turn * PROGRAM_ROWS"),
+        ("first_key=turns.first_key + CONSUMER * ROWS", "first_key=turns.first_key"),
+        ('DIVIDED: gl.constexpr = ORDER == "sections"', "DIVIDED = False"),
+        ('MASKED_LAST: gl.constexpr = ORDER == "heads" or ORDER == "keys"', "MASKED_LAST = False"),
         ("fence_async_shared()", "pass"),
         ("old_ds = 2 - new_ds", "old_ds = new_ds"),
         ("dq = warpgroup_mma_wait(2, deps=[dq])", "dq = warpgroup_mma_wait(3, deps=[dq])"),
@@ -232,7 +244,7 @@ def test_values_narrower_than_keys() -> None:
 )  # fmt: skip
 def test_notices_with_narrower_values(edit: tuple[str, str]) -> None:
     def check_many() -> None:
-        for seed in range(100):
+        for seed in (*NARROW_SEEDS, *range(12, 100)):
             check(seed, edit, narrow=True)
 
     with pytest.raises(AssertionError):
@@ -260,8 +272,8 @@ def test_turns_of_heads_are_divided() -> None:
 @pytest.mark.parametrize(
     "edit",
     [
-        ("turns = in_section(turns, section, order_count)", "pass"),
-        ("num_sections = gl.cdiv(turns.end - turns.first, order_count)", "pass"),
+        ("turns = in_section(turns, program.part, order_count)", "pass"),
+        ("num_parts = gl.cdiv(turns.end - turns.first, order_count)", "pass"),
         ('DIVIDED: gl.constexpr = ORDER == "sections"', "DIVIDED = False"),
         (
             "OF_DV, FIRST_COLUMN, HEAD_DIM, SHARED, False, DIVIDED)",
@@ -295,7 +307,10 @@ def test_notices_in_sections(edit: tuple[str, str]) -> None:
         ("mbarrier.wait(shared.done.index(new), phase ^ 1)", "pass"),
         ("new_ds = 4 * opaque(parity)", "new_ds = 0"),
         ("views.do_tiles.index(slot), dp, True", "views.do_tiles.index(slot), zeros, False"),
-        ("key_tile * PROGRAM_ROWS >= seq.kv_len", "(key_tile + 1) * PROGRAM_ROWS > seq.kv_len"),
+        (
+            "program.key_tile * PROGRAM_ROWS >= seq.kv_len",
+            "(program.key_tile + 1) * PROGRAM_ROWS > seq.kv_len",
+        ),
         ("while gl.load(count, volatile=True) < before:", "while False:"),
         ("mbarrier.wait(shared.done.index((part + 1) & 1), ((part + 3) >> 1) & 1)", "pass"),
         ("mbarrier.wait(shared.closed.index(part & 1), ((part + 2) >> 1) & 1)", "pass"),

@@ -54,7 +54,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, causal: bool) -> tuple[Te
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "q_len", "kv_len", "value_dim"),
-    [(4, 4, 130, 130, 128), (4, 2, 100, 300, 128), (4, 4, 512, 512, 128), (2, 1, 70, 70, 64)],
+    [
+        *((4, 4, 130, 130, 128), (4, 2, 100, 300, 128), (4, 4, 512, 512, 128)),
+        *((20, 20, 512, 512, 128), (2, 1, 70, 70, 64)),
+    ],
 )
 def test_launches(
     monkeypatch: pytest.MonkeyPatch,
@@ -88,7 +91,7 @@ def test_launches(
 
 
 def test_tiles_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three panels of 64 columns in the forward pass; values of 128 columns in both."""
+    """Queries and keys in panels of 64 columns, three in all; values of 128 columns."""
     emulate(monkeypatch, batch=2)
     q, k, v, do = inputs(4, 2, 100, 300)
     problem = describe(q, k, v, causal=True)
@@ -113,7 +116,10 @@ def test_tiles_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("heads", "causal", "window"),
-    [((64, 64), True, None), ((64, 16), True, None), ((8, 2), False, None), ((10, 10), True, 64)],
+    [
+        *(((64, 64), True, None), ((64, 16), True, None), ((8, 8), True, None)),
+        *(((8, 2), False, None), ((8, 4), False, None), ((10, 10), True, 64)),
+    ],
 )
 def test_workspace_is_as_predicted(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], causal: bool, window: int | None

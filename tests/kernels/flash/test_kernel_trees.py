@@ -37,7 +37,14 @@ def test_shapes() -> None:
     assert shape_of("2x8x64x16/packed").lengths == [64, 64]
     assert shape_of("4x8x64x16/skewed").lengths == [130, 42, 42, 42]
     assert shape_of("1x8x64x16/skewed").lengths == [64]
-    for wrong in ("2x8x64", "2x8:3x64x16", "0x8x64x16", "2x8x64x16/window", "2x8x64x16/dense"):
+    for wrong in (
+        "2x8x64x64:128",
+        "2x8x64",
+        "2x8:3x64x16",
+        "0x8x64x16",
+        "2x8x64x16/window",
+        "2x8x64x16/dense",
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match=wrong):
             shape_of(wrong)
 
