@@ -187,6 +187,9 @@ POINTS = Points(
 SHAPE_POINTS = ("head_dim", "value_dim", "num_heads", "num_kv_heads", "causal", "kv_len", "layout")
 """Given by the model in a training step, and by the task when attention is measured alone."""
 
+USUAL = {"value_dim": "head_dim", "num_kv_heads": "num_heads", "kv_len": "seq_len"}
+"""Points that say nothing where they are as large as another."""
+
 OBSERVED = ("memory_source",)
 """Known only after the measurement, so that cases are matched without it."""
 
@@ -201,8 +204,7 @@ def redundant_points(rows: pd.DataFrame, chosen: Iterable[str] = ()) -> set[str]
     scheme = {"scheme"} - set(chosen)
     if not any(task_type(name).gives_shape for name in rows["task"].unique()):
         return {*SHAPE_POINTS} | scheme
-    usual = {"value_dim": "head_dim", "num_kv_heads": "num_heads", "kv_len": "seq_len"}
-    return {name for name, other in usual.items() if rows[name].equals(rows[other])} | scheme
+    return {name for name, other in USUAL.items() if rows[name].equals(rows[other])} | scheme
 
 
 def point_groups(rows: pd.DataFrame, varied: Iterable[str]) -> pd.Series:

@@ -20,7 +20,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, ScalarFormatter
 from PIL import Image
 
-from harness.cases.columns import POINTS, caption_of, redundant_points
+from harness.cases.columns import POINTS, USUAL, caption_of, redundant_points
 from harness.render.registries import FIGURES
 
 ON_BAR_LIGHT, ON_BAR_DARK = "#FFFFFE", "#000001"
@@ -201,6 +201,8 @@ def panel_key(rows: pd.DataFrame, across: Iterable[str]) -> tuple[list[str], str
 
 
 def describe(row: pd.Series, names: Iterable[str]) -> str:
-    """The row's values of ``names`` as text."""
-    words = (POINTS[name].describe(row[name]) for name in names if row[name] == row[name])
+    """The row's values of ``names`` as text, without those that are what is usual."""
+    given = (name for name in names if row[name] == row[name])
+    told = (name for name in given if name not in USUAL or row[name] != row.get(USUAL[name]))
+    words = (POINTS[name].describe(row[name]) for name in told)
     return ", ".join(word for word in words if word)

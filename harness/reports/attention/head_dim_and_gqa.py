@@ -12,7 +12,8 @@ from harness.sentences.leaders import say_fastest
 
 CAPTION = (
     "Attention alone, by backend: achieved rates of the forward pass / the backward pass, from "
-    "median times and the FLOP formula. KV heads fewer than query heads are grouped queries (GQA)."
+    "median times and the FLOP formula. KV heads fewer than query heads are grouped queries (GQA), "
+    "and value_dim below head_dim is that of latent attention."
 )
 
 PHASES = ("forward", "backward")
@@ -29,7 +30,7 @@ def build(frame: pd.DataFrame) -> Table | None:
         phases=PHASES,
         value="tflops",
         unit="TFLOP/s",
-        lead=["head_dim", "num_kv_heads", "seq_len"],
+        lead=["head_dim", "value_dim", "num_kv_heads", "seq_len"],
         keep=["head_dim", "num_kv_heads"],
     )
 

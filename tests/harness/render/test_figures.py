@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.offsetbox import AnnotationBbox
@@ -21,7 +22,13 @@ from records import (
 
 from harness.analysis.frame import build_frame
 from harness.drawing.line_labels import label_line_ends
-from harness.render.figure import FIGURES, CaptionedFigure, build_figure, wrap_titles
+from harness.render.figure import (
+    FIGURES,
+    CaptionedFigure,
+    build_figure,
+    describe,
+    wrap_titles,
+)
 from harness.render.palette import colour, marker
 from harness.render.roof import draw_roof
 from harness.store.record import Record
@@ -208,3 +215,12 @@ def test_titles_stay_above_their_panels(num_columns: int, words: str) -> None:
         assert extent.x1 <= (place + 1) * column
         assert " ".join(axes.get_title().split()) == words
         assert ("\n" in axes.get_title()) == (num_columns > 1)
+
+
+def test_a_panel_does_not_say_what_is_usual() -> None:
+    """Values as wide as keys, and a key head for each query head."""
+    names = ["head_dim", "value_dim", "num_heads", "num_kv_heads"]
+    usual = pd.Series({"head_dim": 64, "value_dim": 64, "num_heads": 8, "num_kv_heads": 8})
+    assert describe(usual, names) == "head_dim 64, 8 heads"
+    latent = pd.Series({"head_dim": 192, "value_dim": 128, "num_heads": 8, "num_kv_heads": 2})
+    assert describe(latent, names) == "head_dim 192, values of 128 columns, 8 heads, 2 KV heads"

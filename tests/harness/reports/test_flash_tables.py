@@ -276,6 +276,15 @@ class TestHeadDimAndGqa:
         assert table is not None
         assert len(table.rows) == 4
 
+    def test_values_narrower_than_keys_have_a_column(self) -> None:
+        frame = build_frame(
+            call("flex", steady(1.0), head_dim=head_dim, task_value_dim=value_dim, flops=1e9)
+            for head_dim, value_dim in ((64, None), (192, 128))
+        )
+        table = build_table("head_dim_and_gqa", frame)
+        assert row_of(table, head_dim="64")["value_dim"] == "64"
+        assert row_of(table, head_dim="192")["value_dim"] == "128"
+
 
 class TestPacked:
     def test_rate_as_a_part_of_the_dense_one(self) -> None:
