@@ -558,7 +558,7 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     places: tuple[str, ...] = ("place_in_order", "place_in_batch", "place_in_bands")
     places += ("in_band", "in_section", "lines_before", "turn_of", "tile_of")
     turns = ("turns_of_keys", "bounds_of_loops", "programs_before", "start_scores")
-    turns += ("program_of", "turns_of_program")
+    turns += ("program_of", "turns_of_program", "rows_of_gradients")
     load(names, backward_order, (*places, *turns), *edits)
     load(
         names,

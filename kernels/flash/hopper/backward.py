@@ -49,6 +49,7 @@ from kernels.flash.hopper.backward_order import (
     probabilities,
     program_of,
     programs_before,
+    rows_of_gradients,
     slope_of_cap,
     start_scores,
     tile_of,
@@ -62,7 +63,6 @@ from kernels.flash.hopper.tiles import (
     PROGRAM_ROWS,
     ROWS,
     Edges,
-    Rows,
     columns,
     opaque,
 )
@@ -605,26 +605,7 @@ def accumulate(
             add_last_dq(views, dq_ptr, parity, is_first, half, CONSUMER, PARTS, MAIN, TAIL)
             if half == PARTS - 1 or APART:
                 mbarrier.arrive(shared.done.index(opened))
-    dk_rows = Rows(
-        pointer=gradients.dk_ptr,
-        stride_b=gradients.stride_kb,
-        stride_h=gradients.stride_kh,
-        stride_s=gradients.stride_ks,
-        batch=seq.batch,
-        head=heads.kv_head,
-        start=seq.k_start,
-        length=seq.kv_len,
-    )
-    dv_rows = Rows(
-        pointer=gradients.dv_ptr,
-        stride_b=gradients.stride_vb,
-        stride_h=gradients.stride_vh,
-        stride_s=gradients.stride_vs,
-        batch=seq.batch,
-        head=heads.kv_head,
-        start=seq.k_start,
-        length=seq.kv_len,
-    )
+    dk_rows, dv_rows = rows_of_gradients(gradients, seq, heads)
     # The sums are one more part, behind those of the last turn.
     opened = 0 if APART else parity
     if SHARED:
@@ -797,102 +778,21 @@ def flash_backward(
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
     )
+    # A tuple with a name would no longer hold constants.
     gl.warp_specialize(
         [
-            (
-                accumulate,
-                (
-                    shared,
-                    dq_sums,
-                    gradients,
-                    seq,
-                    heads,
-                    turns,
-                    sharing,
-                    scale,
-                    scale_log2,
-                    0,
-                    STAGES,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    MAIN,
-                    TAIL,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                    RESIDENT,
-                    APART,
-                    ROLLED,
-                    UNMASKED,
-                    ORDER,
-                    SHARED,
-                    ONTO,
-                ),
-            ),
-            (
-                accumulate,
-                (
-                    shared,
-                    dq_sums,
-                    gradients,
-                    seq,
-                    heads,
-                    turns,
-                    sharing,
-                    scale,
-                    scale_log2,
-                    1,
-                    STAGES,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    MAIN,
-                    TAIL,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                    RESIDENT,
-                    APART,
-                    ROLLED,
-                    UNMASKED,
-                    ORDER,
-                    SHARED,
-                    ONTO,
-                ),
-            ),
+            (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,
+                          scale_log2, 0, STAGES, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                          SOFTCAP, RESIDENT, APART, ROLLED, UNMASKED, ORDER, SHARED, ONTO)),
+            (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,
+                          scale_log2, 1, STAGES, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
+                          SOFTCAP, RESIDENT, APART, ROLLED, UNMASKED, ORDER, SHARED, ONTO)),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (
-                open_turns,
-                (
-                    counts,
-                    shared,
-                    heads,
-                    seq,
-                    turns,
-                    sharing,
-                    PROGRAM_ROWS,
-                    PARTS,
-                    CAUSAL,
-                    MASK,
-                    SHARED,
-                ),
-            ),
-            (
-                close_turns,
-                (
-                    counts,
-                    shared,
-                    heads,
-                    seq,
-                    turns,
-                    sharing,
-                    PROGRAM_ROWS,
-                    PARTS,
-                    CAUSAL,
-                    MASK,
-                    SHARED,
-                ),
-            ),
+            (open_turns, (counts, shared, heads, seq, turns, sharing, PROGRAM_ROWS, PARTS,
+                          CAUSAL, MASK, SHARED)),
+            (close_turns, (counts, shared, heads, seq, turns, sharing, PROGRAM_ROWS, PARTS,
+                           CAUSAL, MASK, SHARED)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],
-    )
+    )  # fmt: skip

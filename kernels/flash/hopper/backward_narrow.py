@@ -43,6 +43,7 @@ from kernels.flash.hopper.backward_order import (
     probabilities,
     program_of,
     programs_before,
+    rows_of_gradients,
     slope_of_cap,
     tile_of,
     turn_of,
@@ -55,7 +56,6 @@ from kernels.flash.hopper.tiles import (
     PROGRAM_ROWS,
     ROWS,
     Edges,
-    Rows,
     opaque,
 )
 
@@ -486,26 +486,7 @@ def accumulate(
             third = warpgroup_mma_wait(0, deps=[third])
             add_tile(dq_ptr + 2 * (ROWS * ROWS), third, is_first)
         mbarrier.arrive(shared.done.index(1))
-    dk_rows = Rows(
-        pointer=gradients.dk_ptr,
-        stride_b=gradients.stride_kb,
-        stride_h=gradients.stride_kh,
-        stride_s=gradients.stride_ks,
-        batch=seq.batch,
-        head=heads.kv_head,
-        start=seq.k_start,
-        length=seq.kv_len,
-    )
-    dv_rows = Rows(
-        pointer=gradients.dv_ptr,
-        stride_b=gradients.stride_vb,
-        stride_h=gradients.stride_vh,
-        stride_s=gradients.stride_vs,
-        batch=seq.batch,
-        head=heads.kv_head,
-        start=seq.k_start,
-        length=seq.kv_len,
-    )
+    dk_rows, dv_rows = rows_of_gradients(gradients, seq, heads)
     # The sums are one more part, behind those of the last turn.
     if SHARED:
         mbarrier.wait(shared.opened, 0, pred=sharing.adds | sharing.ends)
@@ -579,6 +560,8 @@ def flash_backward_narrow(
     and keys come in panels of 64 columns; ``BLOCK_D``, 256, is of dq_sums and key_sums; values have
     ``VALUE_DIM`` columns of ``BLOCK_V``, 128; and there are no bands.
     """
+    gl.static_assert(BLOCK_D == 4 * ROWS and BLOCK_V == 2 * ROWS)
+    gl.static_assert(ORDER != "bands" and ORDER != "halves")
     dtype: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     shared = Shared(
@@ -652,70 +635,21 @@ def flash_backward_narrow(
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
     )
+    # A tuple with a name would no longer hold constants.
     gl.warp_specialize(
         [
-            (
-                accumulate,
-                (
-                    shared,
-                    dq_sums,
-                    gradients,
-                    seq,
-                    heads,
-                    turns,
-                    sharing,
-                    scale,
-                    scale_log2,
-                    0,
-                    STAGES,
-                    HEAD_DIM,
-                    VALUE_DIM,
-                    BLOCK_D,
-                    BLOCK_V,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                    ORDER,
-                    SHARED,
-                    ONTO,
-                ),
-            ),
-            (
-                accumulate,
-                (
-                    shared,
-                    dq_sums,
-                    gradients,
-                    seq,
-                    heads,
-                    turns,
-                    sharing,
-                    scale,
-                    scale_log2,
-                    1,
-                    STAGES,
-                    HEAD_DIM,
-                    VALUE_DIM,
-                    BLOCK_D,
-                    BLOCK_V,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                    ORDER,
-                    SHARED,
-                    ONTO,
-                ),
-            ),
+            (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,
+                          scale_log2, 0, STAGES, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, CAUSAL,
+                          MASK, SOFTCAP, ORDER, SHARED, ONTO)),
+            (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,
+                          scale_log2, 1, STAGES, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, CAUSAL,
+                          MASK, SOFTCAP, ORDER, SHARED, ONTO)),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (
-                open_turns,
-                (counts, shared, heads, seq, turns, sharing, PROGRAM_ROWS, 2, CAUSAL, MASK, SHARED),
-            ),
-            (
-                close_turns,
-                (counts, shared, heads, seq, turns, sharing, PROGRAM_ROWS, 2, CAUSAL, MASK, SHARED),
-            ),
+            (open_turns, (counts, shared, heads, seq, turns, sharing, PROGRAM_ROWS, 2, CAUSAL,
+                          MASK, SHARED)),
+            (close_turns, (counts, shared, heads, seq, turns, sharing, PROGRAM_ROWS, 2, CAUSAL,
+                           MASK, SHARED)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],
-    )
+    )  # fmt: skip

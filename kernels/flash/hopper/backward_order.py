@@ -52,6 +52,7 @@ from kernels.flash.hopper.tiles import (
     LOG2_E,
     ROWS,
     ZERO,
+    Rows,
     capped,
     columns,
     hide,
@@ -129,6 +130,32 @@ class Gradients(NamedTuple):
     stride_vb: Any
     stride_vh: Any
     stride_vs: Any
+
+
+@gluon.jit
+def rows_of_gradients(gradients, seq, heads):
+    """Where dk and dv of the program's key head go."""
+    dk_rows = Rows(
+        pointer=gradients.dk_ptr,
+        stride_b=gradients.stride_kb,
+        stride_h=gradients.stride_kh,
+        stride_s=gradients.stride_ks,
+        batch=seq.batch,
+        head=heads.kv_head,
+        start=seq.k_start,
+        length=seq.kv_len,
+    )
+    dv_rows = Rows(
+        pointer=gradients.dv_ptr,
+        stride_b=gradients.stride_vb,
+        stride_h=gradients.stride_vh,
+        stride_s=gradients.stride_vs,
+        batch=seq.batch,
+        head=heads.kv_head,
+        start=seq.k_start,
+        length=seq.kv_len,
+    )
+    return dk_rows, dv_rows
 
 
 class Program(NamedTuple):
@@ -407,6 +434,9 @@ def program_of(
     """This :class:`Program`, by its number; the parameters are those of backward.flash_backward."""
     programs_of_sequence = num_heads // num_members
     DIVIDED: gl.constexpr = ORDER == "bands" or ORDER == "halves" or ORDER == "sections"
+    # Dense batches alone are divided (backward_schedule.division): in sections of packed ones
+    # programs wait without end.
+    gl.static_assert(not DIVIDED or not PACKED)
     part = 0
     if DIVIDED:
         line, key_tile, part, is_turned = place_in_bands(

@@ -47,6 +47,7 @@ from kernels.flash.hopper.backward_order import (
     probabilities,
     program_of,
     programs_before,
+    rows_of_gradients,
     slope_of_cap,
     start_scores,
     turn_of,
@@ -58,7 +59,6 @@ from kernels.flash.hopper.tiles import (
     CONSUMERS,
     ROWS,
     Edges,
-    Rows,
     columns,
     opaque,
 )
@@ -470,26 +470,7 @@ def accumulate(
             is_first = before == (-1 if ONTO else 0)
             add_tile(dq_ptr + (2 * CONSUMER + part) * (ROWS * ROWS), dq, is_first)
         mbarrier.arrive(shared.done.index(parity ^ 1))
-    dk_rows = Rows(
-        pointer=gradients.dk_ptr,
-        stride_b=gradients.stride_kb,
-        stride_h=gradients.stride_kh,
-        stride_s=gradients.stride_ks,
-        batch=seq.batch,
-        head=heads.kv_head,
-        start=seq.k_start,
-        length=seq.kv_len,
-    )
-    dv_rows = Rows(
-        pointer=gradients.dv_ptr,
-        stride_b=gradients.stride_vb,
-        stride_h=gradients.stride_vh,
-        stride_s=gradients.stride_vs,
-        batch=seq.batch,
-        head=heads.kv_head,
-        start=seq.k_start,
-        length=seq.kv_len,
-    )
+    dk_rows, dv_rows = rows_of_gradients(gradients, seq, heads)
     # The sums are one more part, behind those of the last turn.
     if SHARED:
         mbarrier.wait(shared.opened, parity, pred=sharing.adds | sharing.ends)
@@ -631,72 +612,21 @@ def flash_backward_wide(
     )
     # The first consumer has 128 columns, the second what MAIN + TAIL leave.
     REST: gl.constexpr = MAIN + TAIL - 128
+    # A tuple with a name would no longer hold constants.
     gl.warp_specialize(
         [
-            (
-                accumulate,
-                (
-                    shared,
-                    dq_sums,
-                    gradients,
-                    seq,
-                    heads,
-                    turns,
-                    sharing,
-                    scale,
-                    scale_log2,
-                    0,
-                    128,
-                    STAGES,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    MAIN,
-                    TAIL,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                    ORDER,
-                    SHARED,
-                    ONTO,
-                ),
-            ),
-            (
-                accumulate,
-                (
-                    shared,
-                    dq_sums,
-                    gradients,
-                    seq,
-                    heads,
-                    turns,
-                    sharing,
-                    scale,
-                    scale_log2,
-                    1,
-                    REST,
-                    STAGES,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    MAIN,
-                    TAIL,
-                    CAUSAL,
-                    MASK,
-                    SOFTCAP,
-                    ORDER,
-                    SHARED,
-                    ONTO,
-                ),
-            ),
+            (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,
+                          scale_log2, 0, 128, STAGES, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL,
+                          MASK, SOFTCAP, ORDER, SHARED, ONTO)),
+            (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,
+                          scale_log2, 1, REST, STAGES, HEAD_DIM, BLOCK_D, MAIN, TAIL, CAUSAL,
+                          MASK, SOFTCAP, ORDER, SHARED, ONTO)),
             (produce, (inputs, shared, heads, seq, turns, STAGES)),
-            (
-                open_turns,
-                (counts, shared, heads, seq, turns, sharing, ROWS, 1, CAUSAL, MASK, SHARED),
-            ),
-            (
-                close_turns,
-                (counts, shared, heads, seq, turns, sharing, ROWS, 1, CAUSAL, MASK, SHARED),
-            ),
+            (open_turns, (counts, shared, heads, seq, turns, sharing, ROWS, 1, CAUSAL, MASK,
+                          SHARED)),
+            (close_turns, (counts, shared, heads, seq, turns, sharing, ROWS, 1, CAUSAL, MASK,
+                           SHARED)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, 24, 24, 24],
-    )
+    )  # fmt: skip

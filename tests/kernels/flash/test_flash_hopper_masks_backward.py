@@ -82,6 +82,7 @@ def check(
     lengths: tuple[int, int],
     head_dim: int,
     *,
+    value_dim: int | None = None,
     heads: tuple[int, int] = (4, 2),
     has_dlse: bool = False,
     dtype: torch.dtype = torch.bfloat16,
@@ -91,20 +92,22 @@ def check(
     """Gradients near float64, with the same bits each time.
 
     Args:
+        value_dim: columns of values, if they are fewer than head_dim.
         heads: of queries and of keys.
         strength: factor of the queries, for scores that a cap is felt by.
     """
     torch.manual_seed(1)
     q_len, kv_len = lengths
-    q, do = (randn(1, heads[0], q_len, head_dim, dtype=dtype) for _ in range(2))
-    k, v = (randn(1, heads[1], kv_len, head_dim, dtype=dtype) for _ in range(2))
+    widths = head_dim, value_dim or head_dim
+    q, do = (randn(1, heads[0], q_len, width, dtype=dtype) for width in widths)
+    k, v = (randn(1, heads[1], kv_len, width, dtype=dtype) for width in widths)
     q = (q * strength).to(dtype)
     dlse = randn(1, heads[0], q_len, dtype=torch.float32) if has_dlse else None
     o, lse, *expected = exact(q, k, v, do, dlse, spec)
     o, lse = o.to(dtype), lse.float()
     call = call_of(q, k, v, spec)
     first = operator.backward(call, do, o, lse, dlse)
-    where = f"{spec.mask} softcap={spec.softcap} {lengths} head_dim {head_dim}"
+    where = f"{spec.mask} softcap={spec.softcap} {lengths} widths {widths}"
     for name, got, wanted in zip(("dq", "dk", "dv"), first, expected, strict=True):
         assert_near(got, wanted, f"{name} of {where}")
     unseen = lse == -torch.inf
@@ -196,6 +199,32 @@ def test_gradients_of_lse(head_dim: int) -> None:
 def test_float16(head_dim: int) -> None:
     check(spec_of(window=200), (777, 777), head_dim, dtype=torch.float16)
     check(spec_of(softcap=5.0), (777, 777), head_dim, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_values_narrower_than_keys(lengths: tuple[int, int]) -> None:
+    for has_dlse, spec in (
+        (True, spec_of(shift=-100)),
+        (False, spec_of(shift=-900)),
+        (True, spec_of(shift=400)),
+        (False, spec_of(window=1)),
+        (True, spec_of(window=200)),
+        (False, spec_of(causal=False, window=65, shift=-100)),
+        (True, spec_of(causal=False, window=1000)),
+        (False, spec_of(prefix_len=128)),
+        (True, spec_of(prefix_len=200, shift=-400)),
+    ):
+        check(spec, lengths, 192, value_dim=128, has_dlse=has_dlse)
+    check(spec_of(softcap=2.0), lengths, 192, value_dim=128, has_dlse=True, strength=3.0)
+    check(spec_of(), lengths, 192, value_dim=128, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(136, 8), (160, 72)])
+def test_other_values_narrower_than_keys(head_dim: int, value_dim: int) -> None:
+    for lengths in LENGTHS:
+        check(spec_of(), lengths, head_dim, value_dim=value_dim, has_dlse=True)
+    check(spec_of(causal=False), (777, 777), head_dim, value_dim=value_dim, heads=(4, 4))
+    check(spec_of(window=200), (777, 777), head_dim, value_dim=value_dim)
 
 
 @pytest.mark.parametrize(("head_dim", "parts"), [(64, 1), (64, 4), (128, 2), (192, 4), (256, 1)])
