@@ -778,7 +778,7 @@ def flash_backward(
     gradients = Gradients(
         dk_ptr, dv_ptr, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs
     )
-    # A tuple with a name would no longer hold constants.
+    # Arguments stand twice, since a tuple with a name would no longer hold constants.
     gl.warp_specialize(
         [
             (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,

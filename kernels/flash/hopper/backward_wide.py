@@ -612,7 +612,7 @@ def flash_backward_wide(
     )
     # The first consumer has 128 columns, the second what MAIN + TAIL leave.
     REST: gl.constexpr = MAIN + TAIL - 128
-    # A tuple with a name would no longer hold constants.
+    # Arguments stand twice, since a tuple with a name would no longer hold constants.
     gl.warp_specialize(
         [
             (accumulate, (shared, dq_sums, gradients, seq, heads, turns, sharing, scale,

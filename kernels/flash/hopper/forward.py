@@ -472,7 +472,7 @@ def flash_forward(
     if MASK == "plain":
         # Else the warps would be handed numbers that they do not use.
         edges = Edges(0, 0, 0)
-    # A tuple with a name would no longer hold constants.
+    # Arguments stand twice, since a tuple with a name would no longer hold constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

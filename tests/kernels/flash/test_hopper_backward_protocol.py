@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 import pytest
@@ -194,6 +194,20 @@ def check_sums(machine: BackwardMachine, call: Call, wanted: list[Wanted]) -> No
 def test_programs() -> None:
     for seed in range(40):
         check(seed)
+
+
+@pytest.mark.parametrize("order", ["bands", "halves", "sections"])
+def test_packed_batches_are_not_divided(order: str) -> None:
+    """Their programs would wait without end."""
+    calls = (random_call(random.Random(seed))[0] for seed in range(100))
+    call = next(
+        call
+        for call in calls
+        if call.cu_seqlens and call.columns == 128 and call.causal and call.mask == "plain"
+    )
+    with pytest.raises(AssertionError) as raised:
+        run_call(replace(call, order=order, order_count=1), 0)
+    assert type(raised.value) is AssertionError, "not of a program that waits"
 
 
 NARROW_SEEDS = (*range(12), 37, 73)
