@@ -2,8 +2,9 @@
 
 ``unchanged.csv`` beside this file has a row for each such file: it counts by the code that it had
 before, as long as it has the code of that row and no other. A row needs a reason, which says how it
-is known that existing calls run as they did, and may name options: a case that sets one of them
-runs what is new, so that the file counts by its own code there. After an edit::
+is known that existing calls run as they did, and may name options: a case that sets one of them, or
+has more of it than ``task.head_dim>128`` says, runs what is new, so that the file counts by its own
+code there. After an edit::
 
     python -m harness.source.unchanged REVISION "REASON" FILE... --unless task.value_dim
 
@@ -43,7 +44,8 @@ class Row:
     counts_as: str
     """A hash, or ``ABSENT``."""
     unless: str
-    """Options, ``task.value_dim``, separated by spaces, of cases that run what is new."""
+    """Options, ``task.value_dim`` or ``task.head_dim>128``, separated by spaces, of cases that run
+    what is new; ``model.head_dim`` is that of a model's attention."""
     reason: str
 
 
@@ -70,14 +72,20 @@ def counts_as(file: str, code: str, options: frozenset[str] = frozenset()) -> st
 
 
 def options_of(case: Mapping[str, Any]) -> frozenset[str]:
-    """Of the options that rows name those that a case, as in a record, sets."""
+    """Of the options that rows name those that a case, as in a record, has."""
     named = {option for row in _rows().values() for option in row.unless.split()}
-    return frozenset(option for option in named if _value(case, option) not in (None, False, 0))
+    return frozenset(option for option in named if _has(case, option))
 
 
-def _value(case: Mapping[str, Any], option: str) -> Any:
-    part, _, key = option.partition(".")
-    return (case.get(part) or {}).get(key)
+def _has(case: Mapping[str, Any], option: str) -> bool:
+    name, _, bound = option.partition(">")
+    part, _, key = name.partition(".")
+    values = case.get(part) or {}
+    if name == "model.head_dim" and values:
+        value = values["d_model"] // values["num_heads"]
+    else:
+        value = values.get(key)
+    return (value or 0) > float(bound) if bound else value not in (None, False, 0)
 
 
 @cache

@@ -583,7 +583,14 @@ def run_call(call: Call, seed: int, edit: tuple[str, str] | None = None) -> Back
     if call.columns == 256:
         kernel = backward_wide
         constants = 2, head_dim, 256, call.main, call.tail
-        functions = ("start_dq", "turn_of_scores", "turn_of_gradients", "flash_backward_wide")
+        functions = (
+            "start_dq",
+            "start_keys",
+            "start_values",
+            "turn_of_scores",
+            "turn_of_gradients",
+            "flash_backward_wide",
+        )
         structures = ("Shared", "Views", "Turn", "Progress")
     if call.narrow:
         kernel = backward_narrow

@@ -11,9 +11,10 @@ queries:
   that there.
 - Each has half of the columns of dV += P^T dO, of dK += dS^T Q, and, one turn later, of dQ = dS K.
 
-Matmuls are under way while a consumer waits: dQ of the turn before while S and dP become P, dV
-while dS is computed. The order in which programs add to dQ is that of
-:mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches dV.
+Matmuls are under way while a consumer waits: dQ of the turn before while S becomes P, dV while dS
+is computed, and behind dK the S or dP of the next turn. The order in which programs add to dQ is
+that of :mod:`kernels.flash.hopper.backward_order`. P reaches dS rounded to 16 bits, as it reaches
+dV.
 
 Under a cap on the scores the second consumer needs P^T for dV, and for dS^T its product with the
 slope of the cap: the first leaves that where dS^T is to be.
@@ -115,6 +116,8 @@ class Turn(NamedTuple):
     has_dq: Any
     """Whether there was a turn before."""
     first_query: Any
+    more: Any
+    """Whether another turn follows."""
 
 
 class Progress(NamedTuple):
@@ -122,6 +125,8 @@ class Progress(NamedTuple):
 
     dk: Any
     dv: Any
+    product: Any
+    """Of the next turn: S^T of the first consumer, dP^T - delta of the second."""
     slot: Any
     """Slot of the ring."""
     phase: Any
@@ -184,6 +189,27 @@ def start_dq(views, parity, part):
 
 
 @gluon.jit
+def start_keys(views, slot, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """S^T = K Q^T of the queries of a slot, on its way."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    return start_scores(
+        views.k.index(opaque(0)), views.q_tiles.index(opaque(slot)), zeros, False, MAIN, TAIL
+    )
+
+
+@gluon.jit
+def start_values(views, slot, MAIN: gl.constexpr, TAIL: gl.constexpr):
+    """dP^T - delta, where dP^T = V dO^T, of the queries of a slot, on its way."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    slot = opaque(slot)
+    # The product starts from minus delta, as in backward.half_turn.
+    minus_delta = views.delta_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
+    dp, _ = gl.broadcast(minus_delta[None, :], gl.zeros([ROWS, ROWS], gl.float32, LAYOUT))
+    return start_scores(views.v.index(opaque(0)), views.do_tiles.index(slot), dp, True, MAIN, TAIL)
+
+
+@gluon.jit
 def turn_of_scores(
     shared,
     views,
@@ -201,22 +227,25 @@ def turn_of_scores(
     MASKED: gl.constexpr,
 ):
     """The first consumer's turn: P, the first 128 columns of dV and dK, and of dQ before."""
-    dk, dv, slot, phase, parity = before
+    dk, dv, product, slot, phase, parity = before
     dtype: gl.constexpr = views.q_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     COLUMNS: gl.constexpr = dk.shape[1]
+    # Matmuls that S, or dP, takes.
+    EACH: gl.constexpr = 2 if TAIL > 0 else 1
     slot = opaque(slot)
     new = opaque(parity)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
-    mbarrier.wait(shared.q_ready.index(slot), phase)
-    s = start_scores(views.k.index(opaque(0)), views.q_tiles.index(slot), zeros, False, MAIN, TAIL)
+    next_slot = slot + 1
+    next_phase = phase
+    if next_slot == STAGES:
+        next_slot = 0
+        next_phase = phase ^ 1
     lse = views.lse_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
     # Behind the last turn of a program these tiles are read, and the result is not used.
     dq = start_dq(views, 1 - new, opaque(0))
-    s = warpgroup_mma_wait(1, deps=[s])
     p = probabilities(
-        s,
+        product,
         lse,
         turns.first_key,
         now.first_query,
@@ -247,6 +276,13 @@ def turn_of_scores(
     mbarrier.wait(shared.opened, parity ^ 1, pred=now.has_dq)
     if now.has_dq:
         add_tile(now.dq_ptr, dq, now.is_first)
+    # Under a full mask the programs before have just added, and dK does not wait for them.
+    if CAUSAL:
+        next_dq = warpgroup_mma_wait(0, deps=[next_dq])
+        if now.has_dq:
+            add_tile(now.dq_ptr + ROWS * ROWS, next_dq, now.is_first)
+            mbarrier.arrive(shared.done.index(parity ^ 1))
+    mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)
     mbarrier.wait(shared.ds_ready, parity)
     dk = warpgroup_mma(
         views.ds_tiles.index(new),
@@ -254,17 +290,17 @@ def turn_of_scores(
         dk,
         is_async=True,
     )
-    next_dq = warpgroup_mma_wait(1, deps=[next_dq])
-    if now.has_dq:
-        add_tile(now.dq_ptr + ROWS * ROWS, next_dq, now.is_first)
-        mbarrier.arrive(shared.done.index(parity ^ 1))
-    next_slot = slot + 1
-    if next_slot == STAGES:
-        next_slot = 0
-        phase ^= 1
-    dk, dv, p = warpgroup_mma_wait(0, deps=[dk, dv, p])
+    if not CAUSAL:
+        next_dq = warpgroup_mma_wait(1, deps=[next_dq])
+        if now.has_dq:
+            add_tile(now.dq_ptr + ROWS * ROWS, next_dq, now.is_first)
+            mbarrier.arrive(shared.done.index(parity ^ 1))
+    # Behind the last turn these are scores of an old one, which are not used.
+    product = start_keys(views, next_slot, MAIN, TAIL)
+    dk, dv, p = warpgroup_mma_wait(EACH, deps=[dk, dv, p])
     mbarrier.arrive(shared.free.index(slot))
-    return Progress(dk, dv, next_slot, phase, parity ^ 1)
+    product = warpgroup_mma_wait(0, deps=[product])
+    return Progress(dk, dv, product, next_slot, next_phase, parity ^ 1)
 
 
 @gluon.jit
@@ -279,18 +315,20 @@ def turn_of_gradients(
     SOFTCAP: gl.constexpr,
 ):
     """The second consumer's turn: dS, the other columns of dV and dK, and of dQ before."""
-    dk, dv, slot, phase, parity = before
+    dk, dv, product, slot, phase, parity = before
     dtype: gl.constexpr = views.q_tiles.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     COLUMNS: gl.constexpr = dk.shape[1]
+    # Matmuls that S, or dP, takes.
+    EACH: gl.constexpr = 2 if TAIL > 0 else 1
     slot = opaque(slot)
     new = opaque(parity)
-    mbarrier.wait(shared.do_ready.index(slot), phase)
-    # The product starts from minus delta, as in backward.half_turn.
-    minus_delta = views.delta_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
-    dp, _ = gl.broadcast(minus_delta[None, :], gl.zeros([ROWS, ROWS], gl.float32, LAYOUT))
-    dp = start_scores(views.v.index(opaque(0)), views.do_tiles.index(slot), dp, True, MAIN, TAIL)
+    next_slot = slot + 1
+    next_phase = phase
+    if next_slot == STAGES:
+        next_slot = 0
+        next_phase = phase ^ 1
     dq = start_dq(views, 1 - new, opaque(2))
     mbarrier.wait(shared.p_ready, parity)
     if SOFTCAP > 0.0:
@@ -304,8 +342,7 @@ def turn_of_gradients(
         dv,
         is_async=True,
     )
-    dp = warpgroup_mma_wait(2, deps=[dp])
-    ds = (p.to(gl.float32) * dp).to(dtype)
+    ds = (p.to(gl.float32) * product).to(dtype)
     views.ds_tiles.index(new).store(ds)
     fence_async_shared()
     mbarrier.arrive(shared.ds_ready)
@@ -324,13 +361,12 @@ def turn_of_gradients(
             add_tile(now.dq_ptr + 3 * ROWS * ROWS, next_dq, now.is_first)
     if now.has_dq:
         mbarrier.arrive(shared.done.index(parity ^ 1))
-    next_slot = slot + 1
-    if next_slot == STAGES:
-        next_slot = 0
-        phase ^= 1
-    dk, dv, ds = warpgroup_mma_wait(0, deps=[dk, dv, ds])
+    mbarrier.wait(shared.do_ready.index(next_slot), next_phase, pred=now.more)
+    product = start_values(views, next_slot, MAIN, TAIL)
+    dk, dv, ds = warpgroup_mma_wait(EACH, deps=[dk, dv, ds])
     mbarrier.arrive(shared.free.index(slot))
-    return Progress(dk, dv, next_slot, phase, parity ^ 1)
+    product = warpgroup_mma_wait(0, deps=[product])
+    return Progress(dk, dv, product, next_slot, next_phase, parity ^ 1)
 
 
 @gluon.jit
@@ -346,6 +382,7 @@ def take_turns(
     stop,
     seq,
     turns,
+    heads,
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
@@ -375,6 +412,7 @@ def take_turns(
             is_first=before == FIRST,
             has_dq=(member > 0) | (step > turns.first),
             first_query=turn * ROWS,
+            more=(member + 1 < heads.num_members) | (step + 1 < turns.end),
         )
         if CONSUMER == 0:
             progress = turn_of_scores(
@@ -437,7 +475,17 @@ def accumulate(
     MASKED_LAST: gl.constexpr = ORDER == "heads" or ORDER == "keys"
     AGAIN: gl.constexpr = CONSUMER == 0 and (MASK == "window" or MASKED_LAST)
     DIVIDED: gl.constexpr = ORDER == "sections"
-    progress = Progress(dk, dv, 0, 0, 0)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    product = gl.zeros([ROWS, ROWS], gl.float32, LAYOUT)
+    if turns.end > turns.first:
+        if CONSUMER == 0:
+            mbarrier.wait(shared.q_ready.index(0), 0)
+            first = start_keys(views, 0, MAIN, TAIL)
+        else:
+            mbarrier.wait(shared.do_ready.index(0), 0)
+            first = start_values(views, 0, MAIN, TAIL)
+        product = warpgroup_mma_wait(0, deps=[first])
+    progress = Progress(dk, dv, product, 0, 0, 0)
     dq_ptr = dq_sums
     before = 0
     for member in range(heads.num_members):
@@ -452,13 +500,13 @@ def accumulate(
             if CONSUMER == 0:
                 progress, dq_ptr, before = take_turns(
                     shared, views, progress, dq_ptr, before, of_line, member, start, middle,
-                    seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                    SOFTCAP, True, ONTO,
+                    seq, turns, heads, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
+                    MASK, SOFTCAP, True, ONTO,
                 )  # fmt: skip
             progress, dq_ptr, before = take_turns(
                 shared, views, progress, dq_ptr, before, of_line, member, middle, stop,
-                seq, turns, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL, MASK,
-                SOFTCAP, False, ONTO,
+                seq, turns, heads, scale_log2, CONSUMER, STAGES, BLOCK_D, MAIN, TAIL, CAUSAL,
+                MASK, SOFTCAP, False, ONTO,
             )  # fmt: skip
     parity = progress.parity
     if turns.end > turns.first:

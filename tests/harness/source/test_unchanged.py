@@ -85,6 +85,17 @@ def test_a_case_that_runs_what_is_new_counts_by_the_code_of_now(table: Path) -> 
     assert not unchanged.options_of({"task": {"value_dim": None}})
 
 
+def test_an_option_with_a_bound_is_of_cases_above_it(table: Path) -> None:
+    _write(table, _row(unless="task.head_dim>128 model.head_dim>128"))
+    for head_dim in (None, 64, 128):
+        assert not unchanged.options_of({"task": {"head_dim": head_dim}, "model": None})
+    assert unchanged.options_of({"task": {"head_dim": 136}}) == {"task.head_dim>128"}
+    model = {"d_model": 4096, "num_heads": 32}
+    assert not unchanged.options_of({"task": {"name": "train_step"}, "model": model})
+    wide = {"model": {**model, "num_heads": 16}}
+    assert unchanged.options_of(wide) == {"model.head_dim>128"}
+
+
 def test_a_new_file_counts_as_absent(table: Path) -> None:
     alone = _hash("kernels/merge.py")
     assert _hash("kernels/merge.py", FILE) != alone
