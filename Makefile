@@ -39,7 +39,7 @@ test: install ## run the tests that need nothing but a CPU
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install ## run the tests that need one CUDA device
-	$(BIN)/python -m pytest -m "gpu and not exhaustive" --numprocesses auto --maxprocesses 10 --dist worksteal
+	$(BIN)/python -m pytest -m "gpu and not exhaustive" --numprocesses auto --maxprocesses 15 --dist worksteal
 
 test-multigpu: install ## run the tests that need several CUDA devices
 	$(BIN)/python -m pytest -m "multigpu and not exhaustive"

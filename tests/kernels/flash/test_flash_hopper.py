@@ -160,18 +160,10 @@ class TestOnHopper:
     @pytest.mark.parametrize(("mask", "turned"), MASKS)
     def test_against_float64(self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: str) -> None:
         turn(monkeypatch, turned)
-        for shape in (
-            "square",
-            "more keys",
-            "fewer keys",
-            "one token",
-            "ragged",
-            "wide",
-            "grouped",
-            "narrow",
-            "twenty-four",
-            "thirty-two",
-        ):
+        shapes = ("square", "more keys", "fewer keys", "one token", "ragged", "wide", "grouped")
+        # Narrow heads are turned by the same code.
+        narrow = ("narrow", "twenty-four", "thirty-two") if turned in ("none", "halves") else ()
+        for shape in (*shapes, *narrow):
             self.check(shape, torch.bfloat16, mask == "causal")
 
     @pytest.mark.exhaustive

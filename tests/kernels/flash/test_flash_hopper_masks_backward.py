@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(not ON_HOPPER, reason="needs a CUDA device of compute capability 9.0"),
 ]
 
+CAP = 5.0
+"""On scores, in most tests: each kernel is compiled for the caps that it gets."""
 HEAD_DIMS = (64, 96, 128, 192, 256)
 WINDOWS = (1, 7, 64, 127, 128, 200, 254, 255, 1000)
 LENGTHS = ((1100, 1100), (333, 777), (777, 333))
@@ -64,9 +66,9 @@ def exact(
     return o.detach(), lse.detach(), *torch.autograd.grad(results, (q, k, v), gradients)
 
 
-def assert_near(got: Tensor, expected: Tensor, what: str) -> None:
-    error = float((got.double() - expected).norm())
-    assert error <= 5e-3 * float(expected.norm()) + 1e-3, f"{what}: {error:.3g}"
+def excess(got: Tensor, expected: Tensor) -> Tensor:
+    """How far a gradient is off as a whole: one number, at most 1."""
+    return (got.double() - expected).norm() / (5e-3 * expected.norm() + 1e-3)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -107,14 +109,21 @@ def check(
     o, lse = o.to(dtype), lse.float()
     call = call_of(q, k, v, spec)
     first = operator.backward(call, do, o, lse, dlse)
-    where = f"{spec.mask} softcap={spec.softcap} {lengths} widths {widths}"
-    for name, got, wanted in zip(("dq", "dk", "dv"), first, expected, strict=True):
-        assert_near(got, wanted, f"{name} of {where}")
-    unseen = lse == -torch.inf
-    assert not first[0][unseen].any()
+    same = torch.ones((), dtype=torch.bool, device="cuda")
     for _ in range(repeats - 1):
         again = operator.backward(call, do, o, lse, dlse)
-        assert all(map(torch.equal, again, first)), f"other bits: {where}"
+        for one, other in zip(again, first, strict=True):
+            same &= (one == other).all()
+    unseen = (lse == -torch.inf).unsqueeze(-1)
+    hidden = first[0].masked_fill(~unseen, 0.0).abs().max()
+    far = [excess(got, wanted) for got, wanted in zip(first, expected, strict=True)]
+    # Processes that share a GPU wait for each other whenever one waits for its results: once here.
+    *found, hidden_dq, is_same = torch.stack([*far, hidden.double(), same.double()]).tolist()
+    where = f"{spec.mask} softcap={spec.softcap} {lengths} widths {widths}"
+    for name, error in zip(("dq", "dk", "dv"), found, strict=True):
+        assert error <= 1, f"{name} of {where}: {error:.3g} of its bound"
+    assert hidden_dq == 0, f"dq of queries without keys: {where}"
+    assert is_same, f"other bits: {where}"
 
 
 def spec_of(
@@ -149,7 +158,7 @@ def test_windows(
         monkeypatch.setattr(backward_schedule, "halves_apart", lambda problem: False)
         monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
     for window in WINDOWS:
-        for lengths in LENGTHS:
+        for lengths in (*LENGTHS, (3, 2), (129, 129), (1500, 1500)):
             check(spec_of(causal, window), lengths, head_dim)
 
 
@@ -173,13 +182,12 @@ def test_shifts(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_caps(head_dim: int) -> None:
     """Scores have a standard deviation of 0.3 head_dim^(1/2): 2.4 to 4.8."""
-    for causal in (True, False):
-        for softcap in (2.0, 50.0):
-            spec = spec_of(causal=causal, softcap=softcap)
-            check(spec, (333, 777), head_dim, strength=3.0)
-            check(spec, (777, 333), head_dim, strength=3.0)
-    check(spec_of(window=200, softcap=2.0), (777, 777), head_dim, strength=3.0)
-    check(spec_of(prefix_len=200, softcap=2.0), (777, 777), head_dim, strength=3.0)
+    for causal, softcap in ((True, CAP), (False, CAP), (True, 50.0)):
+        spec = spec_of(causal=causal, softcap=softcap)
+        check(spec, (333, 777), head_dim, strength=3.0)
+        check(spec, (777, 333), head_dim, strength=3.0)
+    check(spec_of(window=200, softcap=CAP), (777, 777), head_dim, strength=3.0)
+    check(spec_of(prefix_len=200, softcap=CAP), (777, 777), head_dim, strength=3.0)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -189,7 +197,7 @@ def test_gradients_of_lse(head_dim: int) -> None:
         spec_of(causal=False, window=200),
         spec_of(prefix_len=200),
         spec_of(shift=-100),
-        spec_of(window=200, softcap=5.0),
+        spec_of(window=200, softcap=CAP),
     ):
         for lengths in LENGTHS:
             check(spec, lengths, head_dim, has_dlse=True)
@@ -198,7 +206,7 @@ def test_gradients_of_lse(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_float16(head_dim: int) -> None:
     check(spec_of(window=200), (777, 777), head_dim, dtype=torch.float16)
-    check(spec_of(softcap=5.0), (777, 777), head_dim, dtype=torch.float16)
+    check(spec_of(softcap=CAP), (777, 777), head_dim, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -215,7 +223,7 @@ def test_values_narrower_than_keys(lengths: tuple[int, int]) -> None:
         (True, spec_of(prefix_len=200, shift=-400)),
     ):
         check(spec, lengths, 192, value_dim=128, has_dlse=has_dlse)
-    check(spec_of(softcap=2.0), lengths, 192, value_dim=128, has_dlse=True, strength=3.0)
+    check(spec_of(softcap=CAP), lengths, 192, value_dim=128, has_dlse=True, strength=3.0)
     check(spec_of(), lengths, 192, value_dim=128, dtype=torch.float16)
 
 
@@ -240,7 +248,7 @@ def test_many_runs_end_and_agree(
         spec_of(causal=False, window=300),
         spec_of(window=500, shift=-700),
         spec_of(prefix_len=700),
-        spec_of(softcap=5.0),
+        spec_of(softcap=CAP),
     ):
         check(spec, (3000, 3000), head_dim, heads=(8, 2), repeats=30)
     check(spec_of(causal=False, window=300), (3000, 1000), head_dim, heads=(8, 2), repeats=30)
@@ -295,7 +303,7 @@ def test_packed(causal: bool, head_dim: int) -> None:
     )
     q, do = (randn(q_ends[-1], 4, head_dim) for _ in range(2))
     k, v = (randn(k_ends[-1], 2, head_dim) for _ in range(2))
-    masks = [{"window": 1}, {"window": 70}, {"window": 200, "shift": -30}, {"softcap": 5.0}]
+    masks = [{"window": 1}, {"window": 70}, {"window": 200, "shift": -30}, {"softcap": CAP}]
     if causal:
         masks += [{"prefix_len": 35}, {"shift": -60}]
     for mask in masks:
@@ -319,5 +327,5 @@ def test_packed(causal: bool, head_dim: int) -> None:
         packed = AttentionSpec(causal=causal, scale=0.1, packing=packing, **mask)  # type: ignore[arg-type]
         got = operator.backward(call_of(q, k, v, packed), do, o, lse)
         for name, x, y in zip(("dq", "dk", "dv"), got, wanted, strict=True):
-            assert_near(x, y, f"{name} with {mask}")
+            assert excess(x, y) <= 1, f"{name} with {mask}"
         assert not got[0][(lse == -torch.inf).T].any()

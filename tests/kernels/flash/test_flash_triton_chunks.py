@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exact_attention import assert_close, exact, exact_gradients, inputs
+from grids import covering
 from triton_device import CLOSENESS, DEVICE, RUNS_TRITON, randn
 
 from kernels.backends.flash_triton import FlashTriton
@@ -235,9 +236,10 @@ class TestMemory:
     DEVICE == "cpu" or launch.INTERPRETED, reason="needs a CUDA device, and torch sees none"
 )
 class TestOnCuda:
-    @pytest.mark.parametrize("precision", ["bf16x6", "ieee", "tf32"])
-    @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
-    @pytest.mark.parametrize("length", [500, 2048, 4100])
+    @pytest.mark.parametrize(
+        ("precision", "head_dim", "length"),
+        covering(["bf16x6", "ieee", "tf32"], [16, 32, 64, 128], [500, 2048, 4100]),
+    )
     def test_one_head(self, precision: str, head_dim: int, length: int) -> None:
         """Against float64; tf32 cuts each of the four numbers behind a gradient to ten bits."""
         given = [torch.randn(1, 1, length, head_dim, device="cuda") for _ in range(4)]

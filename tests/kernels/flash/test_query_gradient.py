@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from grids import covering
 from torch import Tensor
 
 from kernels import BACKENDS, AttentionProblem
@@ -212,18 +213,21 @@ class TestWho:
 class TestOnHopper:
     """Against one call for each block, and against float64."""
 
-    @pytest.mark.parametrize("rank", [0, 1, 3])
     @pytest.mark.parametrize(
-        ("layout", "local"),
-        [("contiguous", 1000), ("contiguous", 128), ("striped", 1000), ("zigzag", 1536)],
-    )
-    @pytest.mark.parametrize(
-        ("head_dim", "heads"),
-        [(64, (4, 4)), (96, (4, 2)), (128, (8, 2)), (192, (2, 2)), (256, (4, 1))],
+        ("head_dim_heads", "layout_local", "rank"),
+        covering(
+            [(64, (4, 4)), (96, (4, 2)), (128, (8, 2)), (192, (2, 2)), (256, (4, 1))],
+            [("contiguous", 1000), ("contiguous", 128), ("striped", 1000), ("zigzag", 1536)],
+            [0, 1, 3],
+        ),
     )
     def test_against_calls_of_each_block(
-        self, head_dim: int, heads: tuple[int, int], layout: str, local: int, rank: int
+        self,
+        head_dim_heads: tuple[int, tuple[int, int]],
+        layout_local: tuple[str, int],
+        rank: int,
     ) -> None:
+        (head_dim, heads), (layout, local) = head_dim_heads, layout_local
         ring = Ring(LAYOUTS[layout](num_ranks=4), rank, local, head_dim, heads)
         gradient = ring.gradient()
         assert gradient is not None
