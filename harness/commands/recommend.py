@@ -20,7 +20,13 @@ from harness.recommend.combination import Combination
 from harness.recommend.enumeration import Enumeration, enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit, misfits
 from harness.recommend.longest import longest
-from harness.recommend.measuring import Bench, label_of, launched_first
+from harness.recommend.measuring import (
+    FIRST_ROUNDS,
+    Bench,
+    has_dropped_out,
+    label_of,
+    launched_first,
+)
 from harness.recommend.predicting import Predicted, TimeModel, order_of, predict
 from harness.recommend.screening import screen
 from harness.run.launcher import LaunchError
@@ -30,7 +36,7 @@ from harness.terminal import PrintableConsole
 HELP = """\
 Usage: attnbench recommend model=NAME seq_len=N [gpus=N] [batch_tokens=N] [precision=bf16]
                            [goal=tokens_per_s|memory|longest_sequence]
-                           [machine=h200] [measure=true|false] [budget_s=120] [KEY=VALUE...]
+                           [machine=h200] [measure=true|false] [budget_s=110] [KEY=VALUE...]
 
 Enumerates every legal way to train (attention, mesh, strategy, checkpointing, compilation, capture
 in CUDA graphs, micro-batch), drops what does not fit, predicts the time of the rest, and measures
@@ -43,8 +49,8 @@ task.cuda_graph=false.
 CANDIDATES = 4
 """Combinations that are measured, if a calibration predicts which are best."""
 
-BUDGET_S = 120.0
-"""Seconds for measuring, about, unless budget_s= says otherwise."""
+BUDGET_S = 110.0
+"""Seconds for measuring, about, unless budget_s= says otherwise: calibrated, two minutes in all."""
 
 
 def recommend(*arguments: str) -> Answer:
@@ -167,6 +173,11 @@ def _measure(
     for item in candidates:
         if item.measured_ms is None and item.record is not None:
             answer.remarks.append(f"{item.name}: {item.record.status} when it was measured.")
+    if few := [item for item in measured if item.record and has_dropped_out(item.record)]:
+        answer.remarks.append(
+            f"{fmt.counted(len(few), 'candidate')} dropped out with fewer than {FIRST_ROUNDS} "
+            f"rounds: budget_s={bench.budget_s:g} does not suffice for all."
+        )
     rest = [item for item in answer.ranked if item not in candidates]
     shortly = [item for item in bench.screened if item.measured_ms and item not in candidates]
     rest += sorted(shortly, key=order_of(question.goal))

@@ -2,7 +2,8 @@
 
 Successive halving on top of the rounds of ``until=decided``: at each look the fastest so far is the
 one that others are held against; those that are slower get no further rounds, those that are the
-same are tied, and rounds are added between it and the others that are open. Times are those of a
+same are tied, and rounds are added between it and the others that are open. Where the time does not
+suffice for the first rounds of all, the slowest so far drop out before. Times are those of a
 whole batch, since micro-batches differ. The verdict is that of :mod:`harness.analysis.verdicts`.
 """
 
@@ -27,6 +28,10 @@ BAND = 0.01
 """Batches whose times differ by less are tied."""
 
 
+FINALISTS = 2
+"""Candidates that get all first rounds, however long these take."""
+
+
 class Contest(CaseGroup):
     """All candidates as one group, each held against the fastest."""
 
@@ -48,6 +53,8 @@ class Contest(CaseGroup):
         self._micro_batches = micro_batches
         """How many micro-batches make a batch, by case id."""
         self._slower: set[str] = set()
+        self._dropped: set[str] = set()
+        self._round_began_s = time.monotonic()
 
     def look(self) -> None:
         """Close the candidates that are slower than the fastest, or tied with it."""
@@ -63,6 +70,35 @@ class Contest(CaseGroup):
             if run is not fastest:
                 pair = Pair(choice="combination", baseline=fastest, candidate=run)
                 self._sort(pair, number)
+
+    def dropped(self) -> list[RecordBuilder]:
+        """The slowest so far, if the rounds that are left would take longer than there is time.
+
+        They are taken to cost what the last one did, and to start their processes as long as it;
+        in the same processes nothing is compiled again.
+        """
+        began_s, self._round_began_s = self._round_began_s, time.monotonic()
+        alive = [run for run in self.runs.values() if not run.ended and not run.recorded]
+        if not all(run.num_finished for run in alive):
+            return []
+        start_s = self._round_began_s - began_s - sum(run.last_wall_s for run in alive)
+        is_same_process = self._options.fresh_rounds is False
+
+        def cost_s(run: RecordBuilder) -> float:
+            return run.last_wall_s - (run.first_pass_s if is_same_process else 0.0)
+
+        rounds = self._options.interleave - min((run.num_finished for run in alive), default=0)
+        left_s = self._ends_s - self._round_began_s
+        if not is_same_process:
+            left_s -= rounds * max(0.0, start_s)
+        alive.sort(key=self._median_ms)
+        kept = FINALISTS
+        while rounds * sum(map(cost_s, alive[: kept + 1])) <= left_s:
+            if kept >= len(alive):
+                break
+            kept += 1
+        self._dropped |= {run.case.id for run in alive[kept:]}
+        return alive[kept:]
 
     def seconds_left(self, seconds: float) -> float:
         until_end_s = self._ends_s - time.monotonic()
@@ -110,6 +146,9 @@ class Contest(CaseGroup):
         return median(times) if times else float("inf")
 
     def why_stopped(self, run: RecordBuilder, seconds: float) -> str:
+        if run.case.id in self._dropped:
+            rounds = f"{run.num_finished} round{'' if run.num_finished == 1 else 's'}"
+            return f"time budget of {self._whole_s:g} s, after {rounds}: others were faster so far"
         if run.case.id in self._slower:
             return stop_reason(run.num_finished)
         return super().why_stopped(run, round(self._whole_s) if self._is_over else seconds)

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from harness.store.sweep_plan import SweepPlan, write_plan
 
 FIRST_ROUNDS = 5
 """Rounds of every candidate, after which the first verdicts may fall."""
+
+BEHIND = 0.03
+"""Of those that dropped out with fewer rounds, which count as slower."""
 
 ADDED = 0.25
 """Of the time for measuring, what rounds may take that are added after the first."""
@@ -208,14 +212,23 @@ def standing(winner: Combination, other: Combination) -> str:
     if one is None or two is None:
         return "UNCLEAR"
     number = min(len(one.round_states), len(two.round_states))
+    fastest_ms, other_ms = _batches_ms(winner, one)[:number], _batches_ms(other, two)[:number]
+    if has_dropped_out(two):
+        one_ms, two_ms = (median([*chain.from_iterable(x)]) for x in (fastest_ms, other_ms))
+        return "SLOWER" if two_ms > (1 + BEHIND) * one_ms else "UNCLEAR"
     return decide(
-        _batches_ms(winner, one)[:number],
-        _batches_ms(other, two)[:number],
+        fastest_ms,
+        other_ms,
         band=BAND,
         looks=looks_at(number, until_decided=True),
         baseline_processes=[item.process for item in one.round_states][:number],
         candidate_processes=[item.process for item in two.round_states][:number],
     ).word
+
+
+def has_dropped_out(record: Record) -> bool:
+    """Whether it has fewer rounds than others, since the time did not suffice for all."""
+    return bool(record.stopped) and len(record.rounds) < FIRST_ROUNDS
 
 
 def launched_first(ranked: list[Combination]) -> list[Combination]:

@@ -80,6 +80,10 @@ class CaseGroup:
                 self._open.remove(pair)
                 self._at_most.append(pair)
 
+    def dropped(self) -> list[RecordBuilder]:
+        """Cases that get none of the first rounds that are left, asked before each of these."""
+        return []
+
     def give_up(self) -> None:
         """Close all pairs, undecided, because the time is over."""
         self._too_late += self._open or []

@@ -49,6 +49,12 @@ class RecordBuilder:
         """Which of the run's worker processes measured each round."""
         return self._processes
 
+    @property
+    def first_pass_s(self) -> float:
+        """How long the first pass of the last round took, and what it compiled."""
+        found = [outcome.get("compilation") or {} for outcome in self._rounds[-1]]
+        return max((item.get("first_pass_s") or 0.0 for item in found), default=0.0)
+
     def rounds_ms(self, phase: str) -> list[list[float]]:
         """By round, the times of a phase on the slowest rank; empty where it was not measured."""
         per_rank = [
@@ -137,7 +143,9 @@ class RecordBuilder:
         before_backward = case.task.predicted_before_backward(case)
         if before_backward is not None:
             record.notes["predicted_before_backward"] = before_backward
-        rounds = max(self._num_rounds, len(self._rounds))
+        rounds = len(self._rounds)
+        if not self.stopped:
+            rounds = max(self._num_rounds, rounds)
         if rounds > 1:
             record.notes["interleaved_rounds"] = rounds
             record.notes["rounds_started_at"] = self._started_at

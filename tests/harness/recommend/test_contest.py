@@ -6,12 +6,14 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_workers import Bench, Listener, stand_in
 
 from harness.cases.case import Case
+from harness.recommend import contest as contests
 from harness.recommend import measuring
 from harness.recommend.combination import Combination
 from harness.recommend.contest import Contest
@@ -31,6 +33,7 @@ class Run:
         self.ended = self.recorded = False
         self.num_finished = rounds
         self.last_wall_s = 1.0
+        self.first_pass_s = 0.9
 
     @property
     def processes(self) -> list[int]:
@@ -150,3 +153,81 @@ def test_rounds_are_added_while_there_is_time(
     runner.run(bench.cases)
     assert len(host.turns) == 2 * rounds
     assert {record.stopped for record in bench.records().values()} == {reason}
+
+
+@pytest.mark.parametrize(
+    ("left_s", "kept"),
+    [
+        (14.1, {1, 2, 4}),
+        # Four rounds of three candidates take 14 s, and of two 10.
+        (13.9, {2, 4}),
+        (-99.0, {2, 4}),
+    ],
+)
+def test_the_slowest_drops_out_where_time_is_short(
+    cases: list[Case], left_s: float, kept: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one of five rounds, which took 1 s for each and 0.5 to start."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(contests, "time", clock)
+    made = contest(cases, [13.0, 20.2, 40.0], rounds=1)
+    clock.now += 3.5
+    made._ends_s, made._whole_s = clock.now + left_s, 110.0
+    dropped = made.dropped()
+    assert {1, 2, 4} - {run.case.batch_size for run in dropped} == kept
+    for run in dropped:
+        assert made.why_stopped(run, 0.0) == (
+            "time budget of 110 s, after 1 round: others were faster so far"
+        )
+
+
+def test_what_processes_have_compiled_counts_once(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rounds of 1 s, 0.9 to compile: four more of three cases take 1.2 s in their processes."""
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(contests, "time", clock)
+    made = contest(cases, [13.0, 20.2, 40.0], rounds=1)
+    for fresh, number in ((None, 1), (False, 0)):
+        made._options = replace(made._options, fresh_rounds=fresh)
+        made._round_began_s, made._ends_s = clock.now - 3.5, clock.now + 1.5
+        assert len(made.dropped()) == number
+
+
+def test_nothing_drops_out_before_all_have_a_round(cases: list[Case]) -> None:
+    made = contest(cases, [13.0, 20.0, 40.0], rounds=1)
+    made._ends_s = 0.0
+    made.runs[cases[2].id].num_finished = 0  # type: ignore[misc]
+    assert made.dropped() == []
+
+
+def test_one_that_dropped_out_has_a_record_of_its_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is slower than the best by all that is known, or not told apart from it."""
+    speed = {"naive": 10.0, "sdpa": 10.2, "flash_torch": 12.0, "sdpa_math": 10.1}
+
+    def one_group(cases: list[Case], options: RunOptions) -> list[CaseGroup]:
+        return [Contest(cases, options, {case.id: 1 for case in cases}, 0.0, 110.0)]
+
+    host = stand_in(monkeypatch)
+    host.times = lambda turn: [speed[turn[0]]] * 2
+    bench = Bench(tmp_path, attention=",".join(speed))
+    options = RunOptions(results=tmp_path, interleave=5, until_decided=True)
+    Runner(options, bench.store, Listener(), grouping=one_group).run(bench.cases)
+    records = bench.records()
+    rounds = {name: len(record.rounds) for name, record in records.items()}
+    assert rounds == {"naive": 5, "sdpa_math": 5, "sdpa": 1, "flash_torch": 1}
+    assert records["sdpa"].notes.get("interleaved_rounds", 1) == 1
+    assert records["naive"].notes["interleaved_rounds"] == 5
+    found = {
+        case.attention.name: Combination(
+            base=case, accumulation=1, record=records[case.attention.name]
+        )
+        for case in bench.cases
+    }
+    assert measuring.has_dropped_out(records["sdpa"])
+    assert not measuring.has_dropped_out(records["naive"])
+    assert measuring.standing(found["naive"], found["flash_torch"]) == "SLOWER"
+    # 2% behind after one round.
+    assert measuring.standing(found["naive"], found["sdpa"]) == "UNCLEAR"
