@@ -20,13 +20,7 @@ from harness.recommend.combination import Combination
 from harness.recommend.enumeration import Enumeration, enumerate_combinations
 from harness.recommend.fitting import MemoryModel, fit, misfits
 from harness.recommend.longest import longest
-from harness.recommend.measuring import (
-    FIRST_ROUNDS,
-    Bench,
-    has_dropped_out,
-    label_of,
-    launched_first,
-)
+from harness.recommend.measuring import Bench, label_of, launched_first
 from harness.recommend.predicting import Predicted, TimeModel, order_of, predict
 from harness.recommend.screening import screen
 from harness.run.launcher import LaunchError
@@ -50,7 +44,7 @@ CANDIDATES = 4
 """Combinations that are measured, if a calibration predicts which are best."""
 
 BUDGET_S = 110.0
-"""Seconds for measuring, about, unless budget_s= says otherwise: calibrated, two minutes in all."""
+"""Seconds for measuring, about, so that a calibrated machine answers in two minutes."""
 
 
 def recommend(*arguments: str) -> Answer:
@@ -169,15 +163,17 @@ def _measure(
                 bench.contest(candidates)
     except (LaunchError, WorkerStartError, OSError) as error:
         raise ValueError(str(error)) from error
+    if bench.left_out:
+        answer.remarks.append(
+            f"{fmt.counted(len(bench.left_out), 'candidate')} of {len(candidates)} measured in one "
+            f"round, in which others were faster: budget_s={bench.budget_s:g} does not suffice for "
+            "all, and the same command goes on with the rest."
+        )
+        candidates = [item for item in candidates if item not in bench.left_out]
     measured = [item for item in candidates if item.measured_ms is not None]
     for item in candidates:
         if item.measured_ms is None and item.record is not None:
             answer.remarks.append(f"{item.name}: {item.record.status} when it was measured.")
-    if few := [item for item in measured if item.record and has_dropped_out(item.record)]:
-        answer.remarks.append(
-            f"{fmt.counted(len(few), 'candidate')} dropped out with fewer than {FIRST_ROUNDS} "
-            f"rounds: budget_s={bench.budget_s:g} does not suffice for all."
-        )
     rest = [item for item in answer.ranked if item not in candidates]
     shortly = [item for item in bench.screened if item.measured_ms and item not in candidates]
     rest += sorted(shortly, key=order_of(question.goal))

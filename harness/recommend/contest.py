@@ -3,8 +3,8 @@
 Successive halving on top of the rounds of ``until=decided``: at each look the fastest so far is the
 one that others are held against; those that are slower get no further rounds, those that are the
 same are tied, and rounds are added between it and the others that are open. Where the time does not
-suffice for the first rounds of all, the slowest so far drop out before. Times are those of a
-whole batch, since micro-batches differ. The verdict is that of :mod:`harness.analysis.verdicts`.
+suffice for that, the slowest of the first round are left out of the second one. Times are those of
+a whole batch, since micro-batches differ. The verdict is that of :mod:`harness.analysis.verdicts`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from harness.run.rounds.case_group import CaseGroup
 from harness.run.rounds.deciding import Pair, may_look, next_look, stop_reason
 from harness.run.rounds.options import RunOptions
 from harness.run.rounds.record_builder import RecordBuilder
+from harness.run.warm_workers import rounds_per_process
 
 PHASE = "step"
 
@@ -29,7 +30,7 @@ BAND = 0.01
 
 
 FINALISTS = 2
-"""Candidates that get all first rounds, however long these take."""
+"""Candidates that are not left out, however long their rounds take."""
 
 
 class Contest(CaseGroup):
@@ -53,8 +54,6 @@ class Contest(CaseGroup):
         self._micro_batches = micro_batches
         """How many micro-batches make a batch, by case id."""
         self._slower: set[str] = set()
-        self._dropped: set[str] = set()
-        self._round_began_s = time.monotonic()
 
     def look(self) -> None:
         """Close the candidates that are slower than the fastest, or tied with it."""
@@ -71,34 +70,28 @@ class Contest(CaseGroup):
                 pair = Pair(choice="combination", baseline=fastest, candidate=run)
                 self._sort(pair, number)
 
-    def dropped(self) -> list[RecordBuilder]:
-        """The slowest so far, if the rounds that are left would take longer than there is time.
+    def before_second_round(self, start_s: float) -> None:
+        """Leave out the slowest, if the other first rounds would take longer than there is time.
 
-        They are taken to cost what the last one did, and to start their processes as long as it;
-        in the same processes nothing is compiled again.
+        Rounds that were taken up from an earlier run may be of another number for each, and then
+        all go on.
         """
-        began_s, self._round_began_s = self._round_began_s, time.monotonic()
         alive = [run for run in self.runs.values() if not run.ended and not run.recorded]
-        if not all(run.num_finished for run in alive):
-            return []
-        start_s = self._round_began_s - began_s - sum(run.last_wall_s for run in alive)
-        is_same_process = self._options.fresh_rounds is False
-
-        def cost_s(run: RecordBuilder) -> float:
-            return run.last_wall_s - (run.first_pass_s if is_same_process else 0.0)
-
-        rounds = self._options.interleave - min((run.num_finished for run in alive), default=0)
-        left_s = self._ends_s - self._round_began_s
-        if not is_same_process:
-            left_s -= rounds * max(0.0, start_s)
+        if any(run.num_finished != 1 for run in alive) or len(alive) <= FINALISTS:
+            return
         alive.sort(key=self._median_ms)
-        kept = FINALISTS
-        while rounds * sum(map(cost_s, alive[: kept + 1])) <= left_s:
-            if kept >= len(alive):
-                break
-            kept += 1
-        self._dropped |= {run.case.id for run in alive[kept:]}
-        return alive[kept:]
+        left_s = self._ends_s - time.monotonic()
+        while len(alive) > FINALISTS and self._first_rounds_s(alive, start_s) > left_s:
+            del self.runs[alive.pop().case.id]
+
+    def _first_rounds_s(self, runs: list[RecordBuilder], start_s: float) -> float:
+        """How long the first rounds will take after one of them."""
+        case, number = runs[0].case, self._options.interleave - 1
+        together = rounds_per_process(self._options, case.device, case.world_size)
+        starts = math.ceil(number / together) if together <= number else 0
+        # What a process has compiled it does not compile again.
+        again_s = sum(run.last_wall_s - run.first_pass_s for run in runs)
+        return starts * (start_s + sum(run.first_pass_s for run in runs)) + number * again_s
 
     def seconds_left(self, seconds: float) -> float:
         until_end_s = self._ends_s - time.monotonic()
@@ -146,9 +139,6 @@ class Contest(CaseGroup):
         return median(times) if times else float("inf")
 
     def why_stopped(self, run: RecordBuilder, seconds: float) -> str:
-        if run.case.id in self._dropped:
-            rounds = f"{run.num_finished} round{'' if run.num_finished == 1 else 's'}"
-            return f"time budget of {self._whole_s:g} s, after {rounds}: others were faster so far"
         if run.case.id in self._slower:
             return stop_reason(run.num_finished)
         return super().why_stopped(run, round(self._whole_s) if self._is_over else seconds)

@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,6 @@ from harness.store.sweep_plan import SweepPlan, write_plan
 FIRST_ROUNDS = 5
 """Rounds of every candidate, after which the first verdicts may fall."""
 
-BEHIND = 0.03
-"""Of those that dropped out with fewer rounds, which count as slower."""
-
 ADDED = 0.25
 """Of the time for measuring, what rounds may take that are added after the first."""
 
@@ -57,6 +53,8 @@ class Bench:
     case_ids: list[str] = field(default_factory=list)
     """All that were measured for it."""
     screened: list[Combination] = field(default_factory=list)
+    left_out: list[Combination] = field(default_factory=list)
+    """Those of a contest for which there was no time after their first round."""
     _ends_s: float = field(init=False)
     """When the time is over, by :func:`time.monotonic`."""
     _workers: Workers | None = field(default=None, init=False)
@@ -105,6 +103,7 @@ class Bench:
 
         self._run([item.case for item in candidates], options, one_group)
         self.read(candidates)
+        self.left_out = [item for item in candidates if item.record is None]
 
     def screen(self, candidates: Sequence[Combination]) -> None:
         """Measure a few steps of each candidate, one after another; the fastest of them counts.
@@ -137,7 +136,8 @@ class Bench:
         records = self._records()
         for item in candidates:
             item.record = records.get(item.case.id)
-            item.measured_ms = measured_ms(item.record)
+            if item.record is not None:
+                item.measured_ms = measured_ms(item.record)
 
     def _records(self) -> Records:
         return load(RecordStore(self.results))[0]
@@ -212,23 +212,14 @@ def standing(winner: Combination, other: Combination) -> str:
     if one is None or two is None:
         return "UNCLEAR"
     number = min(len(one.round_states), len(two.round_states))
-    fastest_ms, other_ms = _batches_ms(winner, one)[:number], _batches_ms(other, two)[:number]
-    if has_dropped_out(two):
-        one_ms, two_ms = (median([*chain.from_iterable(x)]) for x in (fastest_ms, other_ms))
-        return "SLOWER" if two_ms > (1 + BEHIND) * one_ms else "UNCLEAR"
     return decide(
-        fastest_ms,
-        other_ms,
+        _batches_ms(winner, one)[:number],
+        _batches_ms(other, two)[:number],
         band=BAND,
         looks=looks_at(number, until_decided=True),
         baseline_processes=[item.process for item in one.round_states][:number],
         candidate_processes=[item.process for item in two.round_states][:number],
     ).word
-
-
-def has_dropped_out(record: Record) -> bool:
-    """Whether it has fewer rounds than others, since the time did not suffice for all."""
-    return bool(record.stopped) and len(record.rounds) < FIRST_ROUNDS
 
 
 def launched_first(ranked: list[Combination]) -> list[Combination]:

@@ -123,9 +123,8 @@ class Runner:
             for round_index in range(1, self.options.interleave):
                 # In another order than before, so that none is always first in new workers.
                 for group in random.Random(round_index).sample(batch, len(batch)):
-                    for run in group.dropped():
-                        run.stopped = group.why_stopped(run, 0.0)
-                        self._finish(run)
+                    if round_index == 1:
+                        group.before_second_round(self._workers.start_s)
                     self._measure_group(group, round_index)
             self._decide(batch, time.monotonic() - began_s)
         return held

@@ -80,9 +80,12 @@ class CaseGroup:
                 self._open.remove(pair)
                 self._at_most.append(pair)
 
-    def dropped(self) -> list[RecordBuilder]:
-        """Cases that get none of the first rounds that are left, asked before each of these."""
-        return []
+    def before_second_round(self, start_s: float) -> None:
+        """Leave out cases for which there is no time; what was measured of them is kept.
+
+        Args:
+            start_s: how long its processes take to start.
+        """
 
     def give_up(self) -> None:
         """Close all pairs, undecided, because the time is over."""

@@ -51,7 +51,7 @@ class RecordBuilder:
 
     @property
     def first_pass_s(self) -> float:
-        """How long the first pass of the last round took, and what it compiled."""
+        """How long the first pass of the last round took, compilation included."""
         found = [outcome.get("compilation") or {} for outcome in self._rounds[-1]]
         return max((item.get("first_pass_s") or 0.0 for item in found), default=0.0)
 
@@ -143,9 +143,7 @@ class RecordBuilder:
         before_backward = case.task.predicted_before_backward(case)
         if before_backward is not None:
             record.notes["predicted_before_backward"] = before_backward
-        rounds = len(self._rounds)
-        if not self.stopped:
-            rounds = max(self._num_rounds, rounds)
+        rounds = max(self._num_rounds, len(self._rounds))
         if rounds > 1:
             record.notes["interleaved_rounds"] = rounds
             record.notes["rounds_started_at"] = self._started_at

@@ -126,7 +126,7 @@ class Progress(NamedTuple):
     dk: Any
     dv: Any
     product: Any
-    """Of the next turn: S^T of the first consumer, dP^T - delta of the second."""
+    """S^T of the next turn in the first consumer, dP^T - delta in the second."""
     slot: Any
     """Slot of the ring."""
     phase: Any
@@ -242,7 +242,7 @@ def turn_of_scores(
         next_slot = 0
         next_phase = phase ^ 1
     lse = views.lse_tiles.index(slot).load(gl.SliceLayout(0, LAYOUT))
-    # Behind the last turn of a program these tiles are read, and the result is not used.
+    # In a program's first turn there is no dS of a turn before: the result is not used.
     dq = start_dq(views, 1 - new, opaque(0))
     p = probabilities(
         product,

@@ -6,14 +6,12 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_workers import Bench, Listener, stand_in
 
 from harness.cases.case import Case
-from harness.recommend import contest as contests
 from harness.recommend import measuring
 from harness.recommend.combination import Combination
 from harness.recommend.contest import Contest
@@ -156,55 +154,40 @@ def test_rounds_are_added_while_there_is_time(
 
 
 @pytest.mark.parametrize(
-    ("left_s", "kept"),
+    ("left_s", "fresh", "kept"),
     [
-        (14.1, {1, 2, 4}),
-        # Four rounds of three candidates take 14 s, and of two 10.
-        (13.9, {2, 4}),
-        (-99.0, {2, 4}),
+        # Four rounds of 1 s for each case, and 0.5 to start: 14 of three cases, and 10 of two.
+        (14.1, None, {1, 2, 4}),
+        (13.9, None, {2, 4}),
+        (-99.0, None, {2, 4}),
+        # In the same processes: 0.1 s of each, of which 0.9 are compilation.
+        (1.3, False, {1, 2, 4}),
+        (1.1, False, {2, 4}),
     ],
 )
-def test_the_slowest_drops_out_where_time_is_short(
-    cases: list[Case], left_s: float, kept: set[int], monkeypatch: pytest.MonkeyPatch
+def test_the_slowest_of_a_round_are_left_out_where_time_is_short(
+    cases: list[Case], left_s: float, fresh: bool | None, kept: set[int]
 ) -> None:
-    """After one of five rounds, which took 1 s for each and 0.5 to start."""
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(contests, "time", clock)
+    cases = [replace(case, device="cuda") for case in cases]
     made = contest(cases, [13.0, 20.2, 40.0], rounds=1)
-    clock.now += 3.5
-    made._ends_s, made._whole_s = clock.now + left_s, 110.0
-    dropped = made.dropped()
-    assert {1, 2, 4} - {run.case.batch_size for run in dropped} == kept
-    for run in dropped:
-        assert made.why_stopped(run, 0.0) == (
-            "time budget of 110 s, after 1 round: others were faster so far"
-        )
+    made._options = replace(made._options, fresh_rounds=fresh)
+    made._ends_s = time.monotonic() + left_s
+    made.before_second_round(0.5)
+    assert {run.case.batch_size for run in made.runs.values()} == kept
 
 
-def test_what_processes_have_compiled_counts_once(
-    cases: list[Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of rounds of 1 s, 0.9 to compile: four more of three cases take 1.2 s in their processes."""
-    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(contests, "time", clock)
-    made = contest(cases, [13.0, 20.2, 40.0], rounds=1)
-    for fresh, number in ((None, 1), (False, 0)):
-        made._options = replace(made._options, fresh_rounds=fresh)
-        made._round_began_s, made._ends_s = clock.now - 3.5, clock.now + 1.5
-        assert len(made.dropped()) == number
-
-
-def test_nothing_drops_out_before_all_have_a_round(cases: list[Case]) -> None:
+@pytest.mark.parametrize("taken_up", [0, 2])
+def test_all_go_on_after_rounds_of_another_run(cases: list[Case], taken_up: int) -> None:
     made = contest(cases, [13.0, 20.0, 40.0], rounds=1)
     made._ends_s = 0.0
-    made.runs[cases[2].id].num_finished = 0  # type: ignore[misc]
-    assert made.dropped() == []
+    made.runs[cases[2].id].num_finished = taken_up  # type: ignore[misc]
+    made.before_second_round(0.5)
+    assert len(made.runs) == 3
 
 
-def test_one_that_dropped_out_has_a_record_of_its_rounds(
+def test_the_same_command_measures_what_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is slower than the best by all that is known, or not told apart from it."""
     speed = {"naive": 10.0, "sdpa": 10.2, "flash_torch": 12.0, "sdpa_math": 10.1}
 
     def one_group(cases: list[Case], options: RunOptions) -> list[CaseGroup]:
@@ -214,20 +197,13 @@ def test_one_that_dropped_out_has_a_record_of_its_rounds(
     host.times = lambda turn: [speed[turn[0]]] * 2
     bench = Bench(tmp_path, attention=",".join(speed))
     options = RunOptions(results=tmp_path, interleave=5, until_decided=True)
-    Runner(options, bench.store, Listener(), grouping=one_group).run(bench.cases)
-    records = bench.records()
-    rounds = {name: len(record.rounds) for name, record in records.items()}
-    assert rounds == {"naive": 5, "sdpa_math": 5, "sdpa": 1, "flash_torch": 1}
-    assert records["sdpa"].notes.get("interleaved_rounds", 1) == 1
-    assert records["naive"].notes["interleaved_rounds"] == 5
-    found = {
-        case.attention.name: Combination(
-            base=case, accumulation=1, record=records[case.attention.name]
-        )
-        for case in bench.cases
-    }
-    assert measuring.has_dropped_out(records["sdpa"])
-    assert not measuring.has_dropped_out(records["naive"])
-    assert measuring.standing(found["naive"], found["flash_torch"]) == "SLOWER"
-    # 2% behind after one round.
-    assert measuring.standing(found["naive"], found["sdpa"]) == "UNCLEAR"
+    for rounds, kept in (
+        ({"naive": 5, "sdpa_math": 5}, {"sdpa": 1, "flash_torch": 1}),
+        (dict.fromkeys(speed, 5), {}),
+    ):
+        runner = Runner(options, bench.store, Listener(), grouping=one_group)
+        runner.run([case for case in bench.cases if case.attention.name not in bench.records()])
+        found = {name: len(record.rounds) for name, record in bench.records().items()}
+        assert found == rounds
+        assert bench.kept() == kept
+    assert len(host.turns) == 4 * 5

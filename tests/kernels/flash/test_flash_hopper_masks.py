@@ -220,7 +220,7 @@ class TestOnHopper:
     ) -> None:
         """Programs of sizes that so few heads would not get, and windows that hide something.
 
-        Lengths are odd, or no multiples of 16, so that one kernel is compiled.
+        No length is a multiple of 16, so that one kernel is compiled.
         """
         monkeypatch.setattr(plans, "FORWARD_SIZE", ProgramSize(*size))
         monkeypatch.setattr(plans, "FORWARD_PLANS", {})
@@ -276,6 +276,11 @@ class TestOnHopper:
                 ((777, 777), (300, 1111), (1111, 300)), (7, 200), shifts
             )
         )
+        backward = (
+            Case(head_dim=head_dim, lengths=lengths, causal=causal, window=200, shift=shift)
+            for lengths, shift in product(((300, 1111), (1111, 300)), (-129, 500))
+        )
+        check(backward, backward=True)
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
     def test_shifts_and_prefixes(self, head_dim: int) -> None:
@@ -287,6 +292,13 @@ class TestOnHopper:
                 (0, -2000, -129, -1, 1, 127, 500, 3000),
             )
         )
+        backward = (
+            Case(head_dim=head_dim, lengths=lengths, prefix_len=prefix_len, shift=shift)
+            for lengths, prefix_len, shift in product(
+                ((300, 1111), (1111, 300)), (1, 333, 2000), (-129, 127, 3000)
+            )
+        )
+        check(backward, backward=True)
 
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
     def test_caps(self, head_dim: int) -> None:
@@ -301,6 +313,8 @@ class TestOnHopper:
             for case, spread in product(masks, (0.7, 5.0, 100.0))
         )
         check([replace(masks[0], softcap=50.0, spread=30.0)])
+        # Most scores are at the cap, where it has no slope.
+        check([replace(masks[0], softcap=CAP, spread=100.0)], backward=True)
 
     def test_one_query_and_one_key(self) -> None:
         cases = [
@@ -313,11 +327,12 @@ class TestOnHopper:
 
     def test_float16_heads_and_batches(self) -> None:
         case = Case(head_dim=80, dtype=torch.float16, batch=3, window=130, lengths=(515, 600))
-        check(
+        cases = [
             replace(case, heads=heads, causal=causal)
             for heads in ((1, 1), (6, 6), (8, 1))
             for causal in (True, False)
-        )
+        ]
+        check(cases, backward=True)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_long_sequences_many_times(self, head_dim: int) -> None:

@@ -265,6 +265,42 @@ def test_notices_with_narrower_values(edit: tuple[str, str]) -> None:
         check_many()
 
 
+def is_wide(seed: int) -> bool:
+    return random_call(random.Random(seed))[0].columns == 256
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("mbarrier.wait(shared.q_ready.index(0), 0)", "pass"),
+        ("mbarrier.wait(shared.do_ready.index(0), 0)", "pass"),
+        ("mbarrier.wait(shared.q_ready.index(next_slot), next_phase, pred=now.more)", "pass"),
+        ("mbarrier.wait(shared.do_ready.index(next_slot), next_phase, pred=now.more)", "pass"),
+        ("more=(member + 1 < heads.num_members) | (step + 1 < turns.end)", "more=True"),
+        ("warpgroup_mma_wait(EACH, deps=[dk, dv, p])", "warpgroup_mma_wait(2, deps=[dk, dv, p])"),
+        ("warpgroup_mma_wait(EACH, deps=[dk, dv, ds])", "warpgroup_mma_wait(2, deps=[dk, dv, ds])"),
+        ("product = warpgroup_mma_wait(0, deps=[product])", "pass"),
+        ("product = warpgroup_mma_wait(0, deps=[first])", "product = first"),
+        (
+            "next_dq = warpgroup_mma_wait(0, deps=[next_dq])",
+            "next_dq = warpgroup_mma_wait(1, deps=[next_dq])",
+        ),
+        (
+            "next_dq = warpgroup_mma_wait(1, deps=[next_dq])",
+            "next_dq = warpgroup_mma_wait(2, deps=[next_dq])",
+        ),
+    ],
+    ids=lambda edit: edit[0][:60],
+)  # fmt: skip
+def test_notices_above_128_columns(edit: tuple[str, str]) -> None:
+    def check_many() -> None:
+        for seed in filter(is_wide, range(400)):
+            check(seed, edit)
+
+    with pytest.raises(AssertionError):
+        check_many()
+
+
 def in_sections(seed: int, columns: int) -> bool:
     """Whether the call of a seed has several sections, with so many columns at least."""
     call, _ = random_call(random.Random(seed))
