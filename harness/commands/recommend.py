@@ -164,10 +164,10 @@ def _measure(
     except (LaunchError, WorkerStartError, OSError) as error:
         raise ValueError(str(error)) from error
     if bench.left_out:
+        names = "; ".join(item.name for item in bench.left_out)
         answer.remarks.append(
-            f"{fmt.counted(len(bench.left_out), 'candidate')} of {len(candidates)} measured in one "
-            f"round, in which others were faster: budget_s={bench.budget_s:g} does not suffice for "
-            "all, and the same command goes on with the rest."
+            f"{names}: in one round, in which others were faster, since "
+            f"budget_s={bench.budget_s:g} does not suffice for all. The same command goes on."
         )
         candidates = [item for item in candidates if item not in bench.left_out]
     measured = [item for item in candidates if item.measured_ms is not None]

@@ -269,6 +269,24 @@ def test_measures_on_this_cpu(
     assert best[1] == min(times, key=lambda name: times[name])
 
 
+def test_the_answer_names_what_there_was_no_time_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three go on after a round, which takes longer than the time; the third later."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    arguments = ["model=tiny", "model.num_layers=1", "seq_len=32", "batch_size=4", "device=cpu"]
+    arguments += ["attention=naive,sdpa,sdpa_math", "compile=none", "checkpoint=none"]
+    arguments += ["batch_tokens=128", "budget_s=0.1", f"results={tmp_path}"]
+    left = re.compile(r"^(\w+), micro-batch 4: in one round, in which others were faster", re.M)
+    for number in (2, 3):
+        assert recommend.main(arguments) == 0
+        records, problems = RecordStore(tmp_path).load()
+        assert not problems
+        measured = {item.case["attention"]["name"] for item in records.values()}
+        assert len(measured) == number
+        assert {*left.findall(capsys.readouterr().out)} == {"naive", "sdpa", "sdpa_math"} - measured
+
+
 def test_what_has_one_prediction_is_one_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
