@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,14 @@ def compiled_folder(config: pytest.Config) -> Path | None:
     cache = getattr(config, "cache", None)
     versions = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
     return None if cache is None else Path(cache.mkdir(f"compiled-{versions}"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu`` read only files that name the marker; to read all takes 23 s, not 6."""
+    wanted = re.fullmatch(r"((?:multi)?gpu)(?: and not \w+)*", config.option.markexpr)
+    if wanted is None or not collection_path.match("test_*.py"):
+        return None
+    return f"mark.{wanted[1]}" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

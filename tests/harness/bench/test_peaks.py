@@ -85,7 +85,8 @@ class TestOnGpu:
         x = torch.ones(64, 64, device=device, requires_grad=True)
         (x @ x).sum().backward()
         del x
-        assert peaks.start_afresh(device) == first
+        # Workspaces have 32 MiB on Hopper. Autograd's thread may give back a number late.
+        assert peaks.start_afresh(device) == pytest.approx(first, abs=MIB)
 
     def test_a_graphs_pool_counts(self) -> None:
         bench = Bench(device=torch.device("cuda"))

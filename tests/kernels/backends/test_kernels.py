@@ -25,6 +25,7 @@ from attention_by_definition import (
     scale_of,
     tensors_of,
 )
+from grids import covering
 from torch import Tensor
 
 from kernels import Attention, AttentionSpec, accounting
@@ -284,6 +285,13 @@ REAL = {
 }
 
 
+REAL_BY_DEFAULT = [
+    # It tries all others, which are tested here, and takes one of them.
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "auto" else name
+    for name in kernels()
+]
+
+
 @pytest.mark.gpu
 @needs_cuda
 class TestOnCuda:
@@ -292,10 +300,11 @@ class TestOnCuda:
         """torch.compile gives up on a function that it has compiled for eight other cases."""
         torch.compiler.reset()
 
-    @pytest.mark.parametrize("name", kernels())
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("shape", REAL)
+    @pytest.mark.parametrize("name", REAL_BY_DEFAULT)
+    @pytest.mark.parametrize(
+        ("dtype", "causal", "shape"),
+        covering(["float32", "bfloat16", "float16"], [True, False], REAL),
+    )
     def test_real_sizes(self, name: str, dtype: str, causal: bool, shape: str) -> None:
         """A slice of the real problem against float64; both as the harness measures it."""
         sizes = {"batch_size": 1, **REAL[shape], "kv_len": REAL[shape]["q_len"]}
@@ -315,9 +324,14 @@ class TestOnCuda:
         tensors = {"q": q, "k": k, "v": v, "do": do, "o": o.detach(), "dq": dq, "dk": dk, "dv": dv}
         assert broken(problem, tensors, name) == {}
 
-    @pytest.mark.parametrize("name", kernels())
-    @pytest.mark.parametrize("shape", ["grouped queries", "more keys", "head_dim 40", "two blocks"])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize(
+        ("name", "shape", "dtype"),
+        covering(
+            kernels(),
+            ["grouped queries", "more keys", "head_dim 40", "two blocks"],
+            ["float32", "bfloat16"],
+        ),
+    )
     def test_small_shapes_against_the_definition(self, name: str, shape: str, dtype: str) -> None:
         torch.set_float32_matmul_precision("highest")
         compare(name, problem_of(**SHAPES[shape], dtype=dtype, device="cuda"))

@@ -107,7 +107,8 @@ def turn(monkeypatch: pytest.MonkeyPatch, turned: str, heads: int = 1 << 20) -> 
 
 
 SHAPES = {
-    "square": (2, 4, 4, 512, 512, 64),
+    "square": (2, 4, 4, 500, 500, 64),
+    "whole tiles": (2, 4, 4, 512, 512, 64),
     "grouped": (1, 8, 1, 200, 200, 96),
     "ragged": (2, 4, 2, 300, 300, 128),
     "more keys": (1, 2, 2, 100, 333, 64),
@@ -122,6 +123,13 @@ SHAPES = {
     "wide, fewer keys": (1, 2, 2, 333, 100, 192),
     "wide, odd": (1, 2, 2, 257, 257, 136),
 }
+
+BY_KERNEL = (("square", "more keys", "fewer keys"), ("grouped",), ("ragged",), ("wide",))
+"""Names of shapes that run the same kernels."""
+
+OTHER_KERNELS = (("whole tiles",), ("one token",), ("narrow", "twenty-four", "thirty-two"))
+"""Lengths that are multiples of 16, or 1, and narrow heads, which are all turned by the same code.
+"""
 
 
 @pytest.mark.gpu
@@ -157,13 +165,24 @@ class TestOnHopper:
         ):
             assert_near(got, wanted, what)
 
-    @pytest.mark.parametrize(("mask", "turned"), MASKS)
-    def test_against_float64(self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: str) -> None:
+    @pytest.mark.parametrize(
+        ("mask", "turned", "shapes"),
+        [
+            *((*mask, shapes) for mask in MASKS for shapes in BY_KERNEL),
+            *(
+                (*mask, shapes)
+                for mask in MASKS
+                for shapes in OTHER_KERNELS
+                if mask[1] in ("none", "halves")
+            ),
+        ],
+        ids=str,
+    )
+    def test_against_float64(
+        self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: str, shapes: tuple[str, ...]
+    ) -> None:
         turn(monkeypatch, turned)
-        shapes = ("square", "more keys", "fewer keys", "one token", "ragged", "wide", "grouped")
-        # Narrow heads are turned by the same code.
-        narrow = ("narrow", "twenty-four", "thirty-two") if turned in ("none", "halves") else ()
-        for shape in (*shapes, *narrow):
+        for shape in shapes:
             self.check(shape, torch.bfloat16, mask == "causal")
 
     @pytest.mark.exhaustive
@@ -221,8 +240,13 @@ class TestOnHopper:
 
     # Odd and even numbers of tiles; queries before the first key: tiles that see none.
     SHAPES_OF_PROGRAMS = (
-        *((8, 12, 1024, 1024), (2, 3, 1000, 1000), (1, 2, 129, 129), (1, 2, 128, 128)),
-        *((1, 4, 600, 900), (1, 4, 900, 600), (2, 4, 1152, 100), (3, 5, 257, 1)),
+        *((8, 12, 1020, 1020), (2, 3, 1000, 1000), (1, 2, 129, 129), (1, 4, 600, 900)),
+        (1, 4, 900, 600),
+    )
+    # Lengths that are multiples of 16, or 1, have kernels of their own.
+    ALL_SHAPES_OF_PROGRAMS = (
+        *SHAPES_OF_PROGRAMS,
+        *((8, 12, 1024, 1024), (1, 2, 128, 128), (2, 4, 1152, 100), (3, 5, 257, 1)),
     )
 
     @pytest.mark.parametrize("head_dim", [64, 128])
@@ -235,7 +259,7 @@ class TestOnHopper:
     @pytest.mark.exhaustive
     @pytest.mark.parametrize("head_dim", [64, 80, 128])
     @pytest.mark.parametrize("causal", [True, False])
-    @pytest.mark.parametrize("shape", SHAPES_OF_PROGRAMS)
+    @pytest.mark.parametrize("shape", ALL_SHAPES_OF_PROGRAMS)
     def test_all_pairs_agree_with_single_tiles(
         self,
         monkeypatch: pytest.MonkeyPatch,
@@ -526,12 +550,13 @@ class TestValuesNarrowerThanKeys:
     def test_against_float64(self, monkeypatch: pytest.MonkeyPatch, mask: str, turned: str) -> None:
         """Lengths of whole tiles and others, more keys and fewer."""
         turn(monkeypatch, turned)
+        whole = ((2, (512, 512), (4, 4)), (1, (1, 1), (2, 2))) if turned == "none" else ()
         for batch, lengths, heads in (
-            (2, (512, 512), (4, 4)),
+            (2, (500, 500), (4, 4)),
             (1, (300, 300), (8, 2)),
             (1, (100, 333), (2, 2)),
             (1, (333, 100), (2, 1)),
-            (1, (1, 1), (2, 2)),
+            *whole,
         ):
             self.check(batch, lengths, heads, 128, torch.bfloat16, causal=mask == "causal")
 

@@ -26,6 +26,9 @@ pytestmark = [
 CAP = 5.0
 """On scores, in most tests: each kernel is compiled for the caps that it gets."""
 HEAD_DIMS = (64, 96, 128, 192, 256)
+
+each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS, scope="module")
+"""Tests of one head_dim follow each other, as many of their kernels are the same."""
 WINDOWS = (1, 7, 64, 127, 128, 200, 254, 255, 1000)
 LENGTHS = ((1100, 1100), (333, 777), (777, 333))
 """Of queries and keys."""
@@ -143,26 +146,27 @@ def spec_of(
     )
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "causal", "many_rounds"),
-    [
-        *((head_dim, causal, False) for head_dim in HEAD_DIMS for causal in (True, False)),
-        # Halves of a turn are added at once then.
-        *((head_dim, True, True) for head_dim in (96, 128)),
-    ],
-)
-def test_windows(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool, many_rounds: bool
-) -> None:
-    if many_rounds:
-        monkeypatch.setattr(backward_schedule, "halves_apart", lambda problem: False)
-        monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
+def check_windows(head_dim: int, causal: bool) -> None:
     for window in WINDOWS:
         for lengths in (*LENGTHS, (3, 2), (129, 129), (1500, 1500)):
             check(spec_of(causal, window), lengths, head_dim)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@each_head_dim
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows(causal: bool, head_dim: int) -> None:
+    check_windows(head_dim, causal)
+
+
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_windows_in_many_rounds(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """Halves of a turn are added at once then."""
+    monkeypatch.setattr(backward_schedule, "halves_apart", lambda problem: False)
+    monkeypatch.setattr(plans, "BACKWARD_PLANS", {})
+    check_windows(head_dim, causal=True)
+
+
+@each_head_dim
 def test_prefixes(head_dim: int) -> None:
     for prefix_len in (1, 128, 333, 500):
         for lengths in LENGTHS:
@@ -170,7 +174,7 @@ def test_prefixes(head_dim: int) -> None:
     check(spec_of(prefix_len=200, shift=-400), (777, 777), head_dim)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@each_head_dim
 def test_shifts(head_dim: int) -> None:
     """Queries that see all keys, or none because their keys lie in another part."""
     for shift in (-900, -777, -100, -1, 3, 400, 900):
@@ -179,18 +183,19 @@ def test_shifts(head_dim: int) -> None:
         check(spec_of(causal=False, window=65, shift=shift), (777, 333), head_dim)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_caps(head_dim: int) -> None:
+@each_head_dim
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": False}, {"window": 200}, {"prefix_len": 200}], ids=str
+)
+def test_caps(mask: dict, head_dim: int) -> None:
     """Scores have a standard deviation of 0.3 head_dim^(1/2): 2.4 to 4.8."""
-    for causal, softcap in ((True, CAP), (False, CAP), (True, 50.0)):
-        spec = spec_of(causal=causal, softcap=softcap)
-        check(spec, (333, 777), head_dim, strength=3.0)
-        check(spec, (777, 333), head_dim, strength=3.0)
-    check(spec_of(window=200, softcap=CAP), (777, 777), head_dim, strength=3.0)
-    check(spec_of(prefix_len=200, softcap=CAP), (777, 777), head_dim, strength=3.0)
+    for softcap in (CAP, 50.0) if mask == {} else (CAP,):
+        spec = spec_of(**mask, softcap=softcap)
+        for lengths in LENGTHS:
+            check(spec, lengths, head_dim, strength=3.0)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@each_head_dim
 def test_gradients_of_lse(head_dim: int) -> None:
     for spec in (
         spec_of(window=7),
@@ -203,28 +208,32 @@ def test_gradients_of_lse(head_dim: int) -> None:
             check(spec, lengths, head_dim, has_dlse=True)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@each_head_dim
 def test_float16(head_dim: int) -> None:
     check(spec_of(window=200), (777, 777), head_dim, dtype=torch.float16)
     check(spec_of(softcap=CAP), (777, 777), head_dim, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_values_narrower_than_keys(lengths: tuple[int, int]) -> None:
-    for has_dlse, spec in (
-        (True, spec_of(shift=-100)),
-        (False, spec_of(shift=-900)),
-        (True, spec_of(shift=400)),
-        (False, spec_of(window=1)),
-        (True, spec_of(window=200)),
-        (False, spec_of(causal=False, window=65, shift=-100)),
-        (True, spec_of(causal=False, window=1000)),
-        (False, spec_of(prefix_len=128)),
-        (True, spec_of(prefix_len=200, shift=-400)),
-    ):
-        check(spec, lengths, 192, value_dim=128, has_dlse=has_dlse)
-    check(spec_of(softcap=CAP), lengths, 192, value_dim=128, has_dlse=True, strength=3.0)
-    check(spec_of(), lengths, 192, value_dim=128, dtype=torch.float16)
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        ({"shift": -100}, {"has_dlse": True}),
+        ({"shift": -900}, {}),
+        ({"shift": 400}, {"has_dlse": True}),
+        ({"window": 1}, {}),
+        ({"window": 200}, {"has_dlse": True}),
+        ({"causal": False, "window": 65, "shift": -100}, {}),
+        ({"causal": False, "window": 1000}, {"has_dlse": True}),
+        ({"prefix_len": 128}, {}),
+        ({"prefix_len": 200, "shift": -400}, {"has_dlse": True}),
+        ({"softcap": CAP}, {"has_dlse": True, "strength": 3.0}),
+        ({}, {"dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_values_narrower_than_keys(mask: dict, options: dict) -> None:
+    for lengths in LENGTHS:
+        check(spec_of(**mask), lengths, 192, value_dim=128, **options)
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(136, 8), (160, 72)])
@@ -254,7 +263,7 @@ def test_many_runs_end_and_agree(
     check(spec_of(causal=False, window=300), (3000, 1000), head_dim, heads=(8, 2), repeats=30)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@each_head_dim
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_that_nobody_sees_are_not_read(causal: bool, head_dim: int) -> None:
     """No number in them, of keys or of queries, reaches a result; keys that nobody sees get 0."""
