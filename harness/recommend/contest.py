@@ -21,7 +21,6 @@ from harness.run.rounds.case_group import CaseGroup
 from harness.run.rounds.deciding import Pair, may_look, next_look, stop_reason
 from harness.run.rounds.options import RunOptions
 from harness.run.rounds.record_builder import RecordBuilder
-from harness.run.warm_workers import rounds_per_process
 
 PHASE = "step"
 
@@ -70,28 +69,26 @@ class Contest(CaseGroup):
                 pair = Pair(choice="combination", baseline=fastest, candidate=run)
                 self._sort(pair, number)
 
-    def before_second_round(self, start_s: float) -> None:
+    def before_second_round(self) -> list[Case]:
         """Leave out the slowest, if the other first rounds would take longer than there is time.
 
-        Rounds that were taken up from an earlier run may be of another number for each, and then
-        all go on.
+        The same processes measure them, so that they compile and check nothing again. Rounds that
+        were taken up from an earlier run may be of another number for each, and then all go on.
         """
         alive = [run for run in self.runs.values() if not run.ended and not run.recorded]
         if any(run.num_finished != 1 for run in alive) or len(alive) <= FINALISTS:
-            return
+            return []
         alive.sort(key=self._median_ms)
         left_s = self._ends_s - time.monotonic()
-        while len(alive) > FINALISTS and self._first_rounds_s(alive, start_s) > left_s:
-            del self.runs[alive.pop().case.id]
+        left_out = []
+        while len(alive) > FINALISTS and self._first_rounds_s(alive) > left_s:
+            left_out.append(alive.pop().case)
+            del self.runs[left_out[-1].id]
+        return left_out
 
-    def _first_rounds_s(self, runs: list[RecordBuilder], start_s: float) -> float:
+    def _first_rounds_s(self, runs: list[RecordBuilder]) -> float:
         """How long the first rounds will take after one of them."""
-        case, number = runs[0].case, self._options.interleave - 1
-        together = rounds_per_process(self._options, case.device, case.world_size)
-        starts = math.ceil(number / together) if together <= number else 0
-        # What a process has compiled it does not compile again.
-        again_s = sum(run.last_wall_s - run.first_pass_s for run in runs)
-        return starts * (start_s + sum(run.first_pass_s for run in runs)) + number * again_s
+        return (self._options.interleave - 1) * sum(run.again_s for run in runs)
 
     def seconds_left(self, seconds: float) -> float:
         until_end_s = self._ends_s - time.monotonic()

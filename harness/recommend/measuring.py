@@ -87,15 +87,15 @@ class Bench:
             self.read(candidates)
             return
         accumulation = {item.case.id: item.accumulation for item in candidates}
-        on_cpu = candidates[0].case.device == "cpu"
         options = RunOptions(
             results=self.results,
             timeout_s=self.timeout_s,
             interleave=FIRST_ROUNDS,
             until_decided=True,
             budget_s=self.budget_s * ADDED,
-            # A process that compiles takes longer to start than all its steps.
-            fresh_rounds=False if on_cpu else None,
+            # A process that compiles takes longer to start than all its steps. Candidates share
+            # theirs, so that what is peculiar to one concerns all of them.
+            fresh_rounds=False,
         )
 
         def one_group(cases: list[Case], options: RunOptions) -> list[CaseGroup]:

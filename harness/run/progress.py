@@ -29,6 +29,9 @@ class Progress(Protocol):
 
     def stage(self, name: str) -> None: ...
 
+    def left_out(self, case: Case) -> None:
+        """A case has begun and gets no record in this run."""
+
     def finished(self, record: Record, *, measured_now: bool) -> None: ...
 
 
@@ -127,6 +130,12 @@ class TerminalProgress:
 
     def stage(self, name: str) -> None:
         self._stage = name
+
+    def left_out(self, case: Case) -> None:
+        self._end_round()
+        self._to_do_s.pop(case.id, None)
+        self._total -= 1
+        self._bar.update(self._task, total=self._total)
 
     def finished(self, record: Record, *, measured_now: bool) -> None:
         self._num_done += 1

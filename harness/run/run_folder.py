@@ -202,6 +202,11 @@ class StateProgress:
         if self._inner is not None:
             self._inner.stage(name)
 
+    def left_out(self, case: Case) -> None:
+        self.state.case_id = None
+        if self._inner is not None:
+            self._inner.left_out(case)
+
     def finished(self, record: Record, *, measured_now: bool) -> None:
         self.state.num_measured += measured_now
         self.state.case_id = None

@@ -124,7 +124,8 @@ class Runner:
                 # In another order than before, so that none is always first in new workers.
                 for group in random.Random(round_index).sample(batch, len(batch)):
                     if round_index == 1:
-                        group.before_second_round(self._workers.start_s)
+                        for case in group.before_second_round():
+                            self.progress.left_out(case)
                     self._measure_group(group, round_index)
             self._decide(batch, time.monotonic() - began_s)
         return held

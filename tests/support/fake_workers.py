@@ -131,6 +131,8 @@ class Listener:
         if self._stops:
             raise KeyboardInterrupt
 
+    def left_out(self, case: Case) -> None: ...
+
     def finished(self, record: Record, *, measured_now: bool) -> None: ...
 
 

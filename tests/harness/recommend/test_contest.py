@@ -16,8 +16,10 @@ from harness.recommend import measuring
 from harness.recommend.combination import Combination
 from harness.recommend.contest import Contest
 from harness.request.grid import Parts
+from harness.run.children.reply import Reply
 from harness.run.rounds.case_group import CaseGroup
 from harness.run.rounds.options import RunOptions
+from harness.run.rounds.record_builder import RecordBuilder
 from harness.run.runner import Runner
 
 
@@ -31,7 +33,7 @@ class Run:
         self.ended = self.recorded = False
         self.num_finished = rounds
         self.last_wall_s = 1.0
-        self.first_pass_s = 0.9
+        self.again_s = 0.1
 
     @property
     def processes(self) -> list[int]:
@@ -154,26 +156,32 @@ def test_rounds_are_added_while_there_is_time(
 
 
 @pytest.mark.parametrize(
-    ("left_s", "fresh", "kept"),
+    ("left_s", "kept"),
     [
-        # Four rounds of 1 s for each case, and 0.5 to start: 14 of three cases, and 10 of two.
-        (14.1, None, {1, 2, 4}),
-        (13.9, None, {2, 4}),
-        (-99.0, None, {2, 4}),
-        # In the same processes: 0.1 s of each, of which 0.9 are compilation.
-        (1.3, False, {1, 2, 4}),
-        (1.1, False, {2, 4}),
+        # Four rounds of 0.1 s for each case.
+        (1.3, {1, 2, 4}),
+        (1.1, {2, 4}),
+        (-99.0, {2, 4}),
     ],
 )
 def test_the_slowest_of_a_round_are_left_out_where_time_is_short(
-    cases: list[Case], left_s: float, fresh: bool | None, kept: set[int]
+    cases: list[Case], left_s: float, kept: set[int]
 ) -> None:
-    cases = [replace(case, device="cuda") for case in cases]
     made = contest(cases, [13.0, 20.2, 40.0], rounds=1)
-    made._options = replace(made._options, fresh_rounds=fresh)
     made._ends_s = time.monotonic() + left_s
-    made.before_second_round(0.5)
+    left_out = made.before_second_round()
     assert {run.case.batch_size for run in made.runs.values()} == kept
+    assert {case.batch_size for case in left_out} == {1, 2, 4} - kept
+
+
+def test_further_rounds_neither_compile_nor_check(cases: list[Case]) -> None:
+    run = RecordBuilder(cases[0], 5)
+    for first_pass_s, checking_s, again_s in ((3.0, 24.0, 9.0), (0.5, 0.0, 35.5)):
+        outcome = {"rank": 0, "status": "ok", "error": None, "checking_s": checking_s}
+        outcome["compilation"] = {"first_pass_s": first_pass_s}
+        run.begin_round("2026-12-01T00:00:00+00:00")
+        run.add(Reply(outcomes=[outcome]), "", wall_s=36.0, process=1)
+        assert run.again_s == again_s
 
 
 @pytest.mark.parametrize("taken_up", [0, 2])
@@ -181,7 +189,7 @@ def test_all_go_on_after_rounds_of_another_run(cases: list[Case], taken_up: int)
     made = contest(cases, [13.0, 20.0, 40.0], rounds=1)
     made._ends_s = 0.0
     made.runs[cases[2].id].num_finished = taken_up  # type: ignore[misc]
-    made.before_second_round(0.5)
+    assert made.before_second_round() == []
     assert len(made.runs) == 3
 
 

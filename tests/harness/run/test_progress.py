@@ -81,6 +81,23 @@ def test_first_turns_say_little_of_further_ones(monkeypatch: pytest.MonkeyPatch)
     assert run.said() == ["round 2 of 3, about 0:15 left"]
 
 
+def test_a_case_that_is_left_out_takes_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, rounds=3)
+    one, other = run.cases
+    run.round(one, 20.0)
+    run.round(other, 20.0)
+    run.progress.left_out(other)
+    run.round(one, 5.0)
+    # 20 s predicted, at a pace between the predicted one and that of first turns, which is 2.
+    assert run.said() == ["round 2 of 3, about 0:28 left"]
+    run.round(one, 5.0)
+    assert run.said() == ["round 3 of 3, about 0:05 left"]
+    run.finish(one)
+    (finished,) = run.said()
+    assert finished.startswith("[1/1]")
+    assert "left" not in finished
+
+
 def test_rounds_that_are_added_until_a_pair_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, rounds=1)
     for _ in range(2):
