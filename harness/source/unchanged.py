@@ -1,10 +1,11 @@
 """Edits that change nothing of what is timed, so that measurements from before them stay of now.
 
-``unchanged.csv`` beside this file has a row for each such file: it counts by the code that it had
-before, as long as it has the code of that row and no other. A row needs a reason, which says how it
-is known that existing calls run as they did, and may name options: a case that sets one of them, or
-has more of it than ``task.head_dim>128`` says, runs what is new, so that the file counts by its own
-code there. After an edit::
+``unchanged.csv`` beside this file has a row for each such edit: the file counts by the code that it
+had before, as long as it has the code of that row and no other. That code may have a row in turn,
+of an earlier edit. A row needs a reason, which says how it is known that existing calls run as they
+did, and may name options: a case that sets one of them, or has more of it than
+``task.head_dim>128`` says, runs what was new then, so that for it no earlier code counts. After an
+edit::
 
     python -m harness.source.unchanged REVISION "REASON" FILE... --unless task.value_dim
 
@@ -36,7 +37,7 @@ ABSENT = "absent"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
-    """One file, by the hashes of what runs of it."""
+    """One edit of a file, by the hashes of what runs of it."""
 
     file: str
     """Relative to the checkout."""
@@ -60,15 +61,14 @@ def hash_of(running: str) -> str:
 
 
 def counts_as(file: str, code: str, options: frozenset[str] = frozenset()) -> str:
-    """The hash by which a file of this code counts: its own, unless a row has it.
+    """The hash by which a file of this code counts: its own, unless rows lead to an earlier one.
 
     Args:
         options: those of :func:`options_of` a case.
     """
-    row = _rows().get(file)
-    if row is None or row.code != code or not options.isdisjoint(row.unless.split()):
-        return code
-    return row.counts_as
+    while (row := _rows().get((file, code))) and options.isdisjoint(row.unless.split()):
+        code = row.counts_as
+    return code
 
 
 def options_of(case: Mapping[str, Any]) -> frozenset[str]:
@@ -89,12 +89,12 @@ def _has(case: Mapping[str, Any], option: str) -> bool:
 
 
 @cache
-def _rows() -> dict[str, Row]:
-    return {row.file: row for row in read(TABLE)}
+def _rows() -> dict[tuple[str, str], Row]:
+    return {(row.file, row.code): row for row in read(TABLE)}
 
 
 def read(table: Path) -> list[Row]:
-    """The rows of a table; none if there is no such file."""
+    """The rows of a table, of each file its last edit first; none if there is no such table."""
     if not table.is_file():
         return []
     with table.open(newline="", encoding="utf-8") as file:
@@ -110,12 +110,14 @@ def with_edits(
 ) -> list[Row]:
     """Rows by which files of now count as they did at a commit, beside those of other files.
 
-    A file that is as it was before its first row loses that.
+    A file that is as it was before some of its edits loses their rows.
 
     Raises:
         ValueError: there is no such commit or file, or nothing of a file runs differently.
     """
-    found = {row.file: row for row in rows}
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.file, []).append(row)
     for name in files:
         path = ROOT / name
         if not path.is_file():
@@ -125,15 +127,14 @@ def with_edits(
         before = ABSENT if then is None else code_of(then, path.suffix)
         if before == code:
             raise ValueError(f"{name}: runs as it did at {revision}, and needs no row")
-        older, options = found.pop(name, None), set(unless)
-        if older is not None and older.code == before:
-            before = older.counts_as
-            options |= set(older.unless.split())
-        if before == code:
-            continue
-        all_options = " ".join(sorted(options))
-        found[name] = Row(file=name, code=code, counts_as=before, unless=all_options, reason=reason)
-    return sorted(found.values(), key=lambda row: row.file)
+        options = " ".join(sorted(set(unless)))
+        edit = Row(file=name, code=code, counts_as=before, unless=options, reason=reason)
+        older = found.get(name, [])
+        # Rows of code that this one does not lead to count for nothing.
+        edits = [edit, *older] if older and older[0].code == before else [edit]
+        undone = [number for number, row in enumerate(edits, 1) if row.counts_as == code]
+        found[name] = edits[undone[0] :] if undone else edits
+    return [row for name in sorted(found) for row in found[name]]
 
 
 def _text_at(revision: str, name: str) -> str | None:

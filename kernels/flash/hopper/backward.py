@@ -625,7 +625,20 @@ def accumulate(
         mbarrier.arrive(shared.done.index(opened), pred=sharing.adds)
 
 
-@gluon.jit(do_not_specialize=["batch_size", "order_count", "window", "prefix_len", "shift"])
+# These differ from call to call and gain nothing from being known; kv_len gives other loops.
+@gluon.jit(
+    do_not_specialize=[
+        "batch_size",
+        "num_heads",
+        "heads_at_once",
+        "q_len",
+        "num_lines",
+        "order_count",
+        "window",
+        "prefix_len",
+        "shift",
+    ]
+)
 def flash_backward(
     q_desc,
     do_desc,

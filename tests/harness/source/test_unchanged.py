@@ -20,16 +20,18 @@ def _code(name: str) -> str:
     return code_of((ROOT / name).read_text(), Path(name).suffix)
 
 
-def test_each_row_is_of_a_file_as_it_is_now() -> None:
+def test_the_rows_of_a_file_lead_from_its_code_of_now_to_earlier_ones() -> None:
     rows = unchanged.read(unchanged.TABLE)
-    assert len({row.file for row in rows}) == len(rows)
+    codes: dict[str, list[str]] = {}
     for row in rows:
         assert (ROOT / row.file).is_file(), row.file
-        assert row.code == _code(row.file), (
-            f"{row.file}: edited since its row was written; delete the row if a time may have "
-            "changed, else write it again (harness/source/unchanged.py)"
+        edits = codes.setdefault(row.file, [_code(row.file)])
+        assert row.code == edits[-1], (
+            f"{row.file}: edited since its row was written; delete its rows if a time may have "
+            "changed, else write one for the edit (harness/source/unchanged.py)"
         )
-        assert row.counts_as not in ("", row.code), row.file
+        assert row.counts_as not in ("", *edits), row.file
+        edits.append(row.counts_as)
         assert len(row.reason.split()) > 5, row.file
 
 
@@ -72,6 +74,19 @@ def test_a_file_counts_by_the_code_of_its_row(table: Path) -> None:
     assert before != own
     _write(table, _row(code="1" * 64))
     assert _hash(FILE) == own, "a row of other code counts for nothing"
+
+
+def test_an_earlier_edit_counts_where_a_later_one_changes_nothing(table: Path) -> None:
+    between, first = _row(counts_as="1" * 64), _row(code="1" * 64, unless="task.value_dim")
+    _write(table, replace(first, code=between.code))
+    at_first = _hash(FILE)
+    _write(table, between, first)
+    assert _hash(FILE) == at_first
+    _write(table, between)
+    at_second = _hash(FILE)
+    _write(table, between, first)
+    assert at_second != at_first
+    assert _hash(FILE, options=["task.value_dim"]) == at_second
 
 
 def test_a_case_that_runs_what_is_new_counts_by_the_code_of_now(table: Path) -> None:
@@ -134,10 +149,15 @@ def test_rows_go_back_to_the_first_code(checkout: Path, table: Path) -> None:
     _commit(checkout)
     (checkout / "a.py").write_text("A = 1\nB = 3\n")
     unchanged.main(["HEAD", "nor is this one", "a.py", "--unless", "task.c"])
-    a, new = unchanged.read(table)
-    assert (a.counts_as, a.unless, a.reason) == (first, "task.b task.c", "nor is this one")
-    assert a.code == code_of("A = 1\nB = 3\n", ".py")
-    assert new.file == "new.py"
+    last, a, new = unchanged.read(table)
+    assert (last.counts_as, last.unless, last.reason) == (a.code, "task.c", "nor is this one")
+    assert last.code == code_of("A = 1\nB = 3\n", ".py")
+    assert (a.counts_as, a.unless, new.file) == (first, "task.b", "new.py")
+
+    _commit(checkout)
+    (checkout / "a.py").write_text("A = 1\nB = 2\n")
+    unchanged.main(["HEAD", "as it was in between", "a.py"])
+    assert unchanged.read(table) == [a, new]
 
     _commit(checkout)
     (checkout / "a.py").write_text("A = 1\n")
