@@ -1,14 +1,20 @@
 """Predicted beside measured time of problems that no calibration saw.
 
 Forty, a second list that was made when the first had been measured on H100s, a third one that
-was made when both had been measured on H200s, and six steps on eight GPUs.
+was made when both had been measured on H200s, a fourth on one GPU, and six steps on eight GPUs.
 
 python -m benchmarks.bench_problems predict h200    # keep predictions, before anything is measured
 attnbench sweeps=forecast_problems results=results/h200     # on four GPUs; scale=two_gpus, one_gpu
 python -m benchmarks.bench_problems show h200       # the table, from the kept predictions
 python -m benchmarks.bench_problems show h200 --now     # by a calibration that may have seen them
 
-A machine is one of ``conf/machine``, and its results are those of the folder of its name.
+A machine is one of ``conf/machine``, and its results are those of the folder of its name. As
+``recommend`` predicts, from a calibration of the host that measures the fourth list itself::
+
+    attnbench sweeps=calibration results=FOLDER
+    python -m benchmarks.bench_problems predict h200 --host --results FOLDER
+    attnbench sweeps=forecast_problems scale=fourth_one_gpu results=FOLDER
+    python -m benchmarks.bench_problems show h200 --host --results FOLDER
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import harness
 from harness import forecast
 from harness.cases.case import Case
 from harness.cases.sweep import load_sweep
+from harness.forecast.machines import Machine
 from harness.paths import ROOT
 from harness.predictions.capacity import machine_named
 from harness.request.grid import expand
@@ -38,27 +45,34 @@ LISTS = {
     "first": "full",
     "second": "second_two_gpus",
     "third": "third_two_gpus",
+    "fourth": "fourth_one_gpu",
     "eight": "eight_gpus",
 }
 """Scales of sweeps/forecast_problems.yaml."""
 
+OF_A_HOST = ("fourth",)
+"""Lists that a calibration of one host, with one GPU, predicts as well."""
+
 TIMES = ("predicted_ms", "low_ms", "high_ms")
 
 
-def predict(name: str, results: Path) -> None:
+def predict(name: str, results: Path, *, of_host: bool = False) -> None:
     """Predict every problem on a packaged machine and keep the predictions.
 
     A problem that the results have measured keeps the prediction that was made before.
+
+    Args:
+        of_host: by the calibration that the results hold, and kept apart.
     """
-    machine = forecast.machine(name)
-    path = KEPT / f"{name}.csv"
+    machine = _machine(name, results, of_host=of_host)
+    path = _file(name, of_host=of_host)
     measured = set(_steps(results).index) if results.is_dir() else set()
     before = {row["case_id"]: row for row in _kept(path)} if path.is_file() else {}
     rows: list[dict[str, Any]] = []
     scales = load_sweep("forecast_problems").scales
-    for kind, scale in LISTS.items():
+    for kind in OF_A_HOST if of_host else LISTS:
         # For GPUs, which need not be here.
-        for case in expand(scales[scale], {}, "cuda").values():
+        for case in expand(scales[LISTS[kind]], {}, "cuda").values():
             row = {"list": kind, "case_id": case.id, "gpus": case.world_size, "title": case.title}
             if case.id in measured:
                 if case.id not in before:
@@ -75,13 +89,14 @@ def predict(name: str, results: Path) -> None:
         writer.writerows(rows)
 
 
-def show(name: str, results: Path, *, now: bool) -> None:
+def show(name: str, results: Path, *, now: bool, of_host: bool = False) -> None:
     """Print predicted beside measured, times and peak memory, and the shares that are close.
 
     Args:
         now: predicted again, instead of what was kept before anything was measured.
+        of_host: what a calibration of the host itself predicted.
     """
-    machine = forecast.machine(name)
+    machine = _machine(name, results, of_host=of_host) if now else None
     known: dict[Any, Any] = _steps(results).to_dict("index")
     usable_gib = machine_named(name).usable_bytes / GIB
     errors: dict[str, list[float]] = {}
@@ -91,9 +106,9 @@ def show(name: str, results: Path, *, now: bool) -> None:
         f"{'predicted':>9} {'interval':18}{'measured':>10} {'ratio':>6}{'memory':>8}  problem\n"
         f"{'ms':>9} {'ms':18}{'ms':>10} {'time':>6}{'ratio':>8}"
     )
-    for row in _kept(KEPT / f"{name}.csv"):
+    for row in _kept(_file(name, of_host=of_host)):
         predicted, low, high = (float(row[key]) for key in TIMES)
-        if now and (step := known.get(row["case_id"])):
+        if machine is not None and (step := known.get(row["case_id"])):
             found = machine.step(Case.from_dict(step["case"]))
             predicted, low, high = found.median_ms, found.low_ms, found.high_ms
         line = f"{predicted:9.1f} {f'[{low:.1f}, {high:.1f}]':18}"
@@ -134,6 +149,14 @@ def show(name: str, results: Path, *, now: bool) -> None:
         print(f"what does not fit: {unfit_right} of {unfit} right")
 
 
+def _machine(name: str, results: Path, *, of_host: bool) -> Machine:
+    return forecast.machine("here", results) if of_host else forecast.machine(name)
+
+
+def _file(name: str, *, of_host: bool) -> Path:
+    return KEPT / f"{name}{'-host' if of_host else ''}.csv"
+
+
 def _steps(results: Path) -> pd.DataFrame:
     """The training steps of a results folder, by case."""
     frame = harness.load(results)
@@ -153,13 +176,14 @@ def main() -> None:
     parser.add_argument("machine", help="one of conf/machine")
     parser.add_argument("--results", type=Path, help="by default results/MACHINE")
     parser.add_argument("--now", action="store_true", help="show: predict again")
+    parser.add_argument("--host", action="store_true", help="by the calibration in the results")
     arguments = parser.parse_args()
     results = arguments.results or ROOT / "results" / arguments.machine
     try:
         if arguments.action == "predict":
-            predict(arguments.machine, results)
+            predict(arguments.machine, results, of_host=arguments.host)
         else:
-            show(arguments.machine, results, now=arguments.now)
+            show(arguments.machine, results, now=arguments.now, of_host=arguments.host)
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

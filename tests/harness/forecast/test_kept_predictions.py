@@ -39,3 +39,29 @@ def test_a_problem_that_was_measured_first_is_refused(
     monkeypatch.setattr(bench_problems, "KEPT", tmp_path)
     with pytest.raises(ValueError, match="measured, and no prediction of it was kept"):
         bench_problems.predict("h200", ROOT / "results" / "h200")
+
+
+def test_a_host_predicts_by_its_own_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packaged = rows(bench_problems.KEPT / "h100.csv")
+    listed = {key for key, row in packaged.items() if row["list"] == "fourth"}
+    steps = bench_problems._steps(ROOT / "results" / "h200")
+    others = steps[~steps.index.isin(listed)]
+    monkeypatch.setattr(bench_problems, "_steps", lambda results: others)
+    monkeypatch.setattr(bench_problems, "KEPT", tmp_path)
+    with pytest.raises(ValueError, match="holds no calibration; run attnbench sweeps=calibration"):
+        bench_problems.predict("h200", tmp_path, of_host=True)
+    folder = tmp_path / "sweeps" / "calibration"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text("{}")
+    kept = (ROOT / "conf" / "machine" / "h100.json").read_text()
+    (folder / "machine.json").write_text(kept)
+    bench_problems.predict("h200", tmp_path, of_host=True)
+    own = rows(tmp_path / "h200-host.csv")
+    assert own.keys() == listed
+    assert all(row == packaged[key] for key, row in own.items())
+    bench_problems.show("h200", tmp_path, now=False, of_host=True)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 + len(own) + 1
+    assert said[-1] == "none is measured yet: attnbench sweeps=forecast_problems"
