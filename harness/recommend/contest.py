@@ -72,8 +72,9 @@ class Contest(CaseGroup):
     def before_second_round(self) -> list[Case]:
         """Leave out the slowest, if the other first rounds would take longer than there is time.
 
-        The same processes measure them, so that they compile and check nothing again. Rounds that
-        were taken up from an earlier run may be of another number for each, and then all go on.
+        The processes of this round measure them, so that nothing is compiled again, nor checked as
+        a first round is; those of an earlier run have ended. Rounds that were taken up from one may
+        be of another number for each, and then all go on.
         """
         alive = [run for run in self.runs.values() if not run.ended and not run.recorded]
         if any(run.num_finished != 1 for run in alive) or len(alive) <= FINALISTS:
@@ -88,7 +89,8 @@ class Contest(CaseGroup):
 
     def _first_rounds_s(self, runs: list[RecordBuilder]) -> float:
         """How long the first rounds will take after one of them."""
-        return (self._options.interleave - 1) * sum(run.again_s for run in runs)
+        again_s = (self._options.interleave - 1) * sum(run.again_s for run in runs)
+        return again_s + sum(run.last_wall_s - run.again_s for run in runs if run.is_taken_up)
 
     def seconds_left(self, seconds: float) -> float:
         until_end_s = self._ends_s - time.monotonic()

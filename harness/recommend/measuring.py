@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from harness.analysis.row_verdicts import in_turns
+from harness.analysis.run_to_run import assumed_level
 from harness.analysis.stats import by_round, median, slowest_rank
 from harness.analysis.verdicts import decide, looks_at
 from harness.cases.case import Case
@@ -93,8 +96,8 @@ class Bench:
             interleave=FIRST_ROUNDS,
             until_decided=True,
             budget_s=self.budget_s * ADDED,
-            # A process that compiles takes longer to start than all its steps. Candidates share
-            # theirs, so that what is peculiar to one concerns all of them.
+            # A process that compiles takes longer to start than all its steps. Candidates of one
+            # contest share theirs, so that what is peculiar to one concerns all of them.
             fresh_rounds=False,
         )
 
@@ -212,13 +215,20 @@ def standing(winner: Combination, other: Combination) -> str:
     if one is None or two is None:
         return "UNCLEAR"
     number = min(len(one.round_states), len(two.round_states))
+    processes = [[item.process for item in record.round_states[:number]] for record in (one, two)]
+    began = [record.notes.get("rounds_started_at", []) for record in (one, two)]
+    in_one_contest = in_turns(*began) and processes[0] == processes[1]
+    # The same command measures what was left out in a process of its own.
+    level = assumed_level(measured_ms(one) or math.inf, None, winner.case.device)
     return decide(
         _batches_ms(winner, one)[:number],
         _batches_ms(other, two)[:number],
         band=BAND,
         looks=looks_at(number, until_decided=True),
-        baseline_processes=[item.process for item in one.round_states][:number],
-        candidate_processes=[item.process for item in two.round_states][:number],
+        paired=in_one_contest,
+        baseline_processes=processes[0],
+        candidate_processes=processes[1],
+        level=None if in_one_contest else level,
     ).word
 
 

@@ -183,7 +183,7 @@ class Runner:
             most = max(len(group.rounds_to_look()) for group in going_on)
             left_s = budget_s - (time.monotonic() - began_s)
             left_s = min(group.seconds_left(left_s) for group in going_on)
-            left_s -= most * self._workers.start_s
+            left_s -= self._workers.starts_in(most, going_on[0].cases[0]) * self._workers.start_s
             costs_s = [group.seconds_to_look() for group in going_on]
             fit = affordable(costs_s, left_s, [group.seconds_to_tell() for group in going_on])
             for index, group in enumerate(going_on):

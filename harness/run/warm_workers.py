@@ -62,6 +62,11 @@ class Workers:
             self.end()
         return self.for_case(run.case)
 
+    def starts_in(self, rounds: int, case: Case) -> int:
+        """How often processes start, at most, for so many further rounds of a case."""
+        together = rounds_per_process(self._options, case.device, case.world_size)
+        return 0 if together == sys.maxsize else math.ceil(rounds / together)
+
     def for_case(self, case: Case) -> WorkerGroup:
         """The group, started anew unless it has the case's number of ranks and its device."""
         group = self._group

@@ -35,7 +35,8 @@ def differing_since(revision: str, files: Iterable[str]) -> set[str] | None:
     return new or {
         file
         for file in wanted.intersection(blobs)
-        if unchanged.hash_of(_text_then(blobs[file], file)) != _counts_as(file)
+        if unchanged.counts_as(file, unchanged.hash_of(_text_then(blobs[file], file)))
+        != _counts_as(file)
     }
 
 

@@ -11,7 +11,7 @@ edit::
 
 writes the rows of files against a commit. A file that is new since then counts as absent. Write a
 row before anything is measured: what was measured after an edit and before its row is of other code
-than both. If a later edit of the file may change a time, delete its row.
+than both. If a later edit of the file may change a time, delete its rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def counts_as(file: str, code: str, options: frozenset[str] = frozenset()) -> st
     Args:
         options: those of :func:`options_of` a case.
     """
-    while (row := _rows().get((file, code))) and options.isdisjoint(row.unless.split()):
+    rows = dict(_rows())
+    # Each row once, since a table that was merged by hand might lead in a circle.
+    while (row := rows.pop((file, code), None)) and options.isdisjoint(row.unless.split()):
         code = row.counts_as
     return code
 
@@ -131,7 +133,8 @@ def with_edits(
         edit = Row(file=name, code=code, counts_as=before, unless=options, reason=reason)
         older = found.get(name, [])
         # Rows of code that this one does not lead to count for nothing.
-        edits = [edit, *older] if older and older[0].code == before else [edit]
+        codes = [row.code for row in older]
+        edits = [edit, *(older[codes.index(before) :] if before in codes else [])]
         undone = [number for number, row in enumerate(edits, 1) if row.counts_as == code]
         found[name] = edits[undone[0] :] if undone else edits
     return [row for name in sorted(found) for row in found[name]]

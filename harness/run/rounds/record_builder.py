@@ -50,6 +50,11 @@ class RecordBuilder:
         return self._processes
 
     @property
+    def is_taken_up(self) -> bool:
+        """Whether its last round is of an earlier run."""
+        return self.num_finished == self._num_taken_up > 0
+
+    @property
     def again_s(self) -> float:
         """How long the last round took without its first pass, which compiles, and its check."""
         once_s = [

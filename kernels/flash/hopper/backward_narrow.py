@@ -503,18 +503,10 @@ def accumulate(
         mbarrier.arrive(shared.done.index(0), pred=sharing.adds)
 
 
-# These differ from call to call and gain nothing from being known; kv_len gives other loops.
+# These differ from call to call and gain nothing from being known; other loops come of kv_len.
 @gluon.jit(
     do_not_specialize=[
-        "batch_size",
-        "num_heads",
-        "heads_at_once",
-        "q_len",
-        "num_lines",
-        "order_count",
-        "window",
-        "prefix_len",
-        "shift",
+        *("batch_size", "q_len", "num_lines", "order_count", "window", "prefix_len", "shift"),
     ]
 )
 def flash_backward_narrow(

@@ -389,17 +389,8 @@ def consume(
         finish(o, reference, total, first_row, head, seq, outputs, VALUE_DIM)
 
 
-# These differ from call to call and gain nothing from being known; lengths give other loops.
-@gluon.jit(
-    do_not_specialize=[
-        "batch_size",
-        "num_heads",
-        "heads_at_once",
-        "window",
-        "prefix_len",
-        "shift",
-    ]
-)
+# Windows and shifts differ from call to call, and gain nothing from being known.
+@gluon.jit(do_not_specialize=["batch_size", "window", "prefix_len", "shift"])
 def flash_forward(
     q_desc,
     k_desc,

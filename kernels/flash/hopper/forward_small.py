@@ -159,17 +159,8 @@ def advance(
     return Progress(to_words(new_p, dtype), rescale(o, shrink, True), reference, total)
 
 
-# These differ from call to call and gain nothing from being known; lengths give other loops.
-@gluon.jit(
-    do_not_specialize=[
-        "batch_size",
-        "num_heads",
-        "heads_at_once",
-        "window",
-        "prefix_len",
-        "shift",
-    ]
-)
+# Windows and shifts differ from call to call, and gain nothing from being known.
+@gluon.jit(do_not_specialize=["batch_size", "window", "prefix_len", "shift"])
 def flash_forward_small(
     q_desc,
     k_desc,

@@ -279,7 +279,7 @@ class TestOnGpu:
 
     def test_a_device_that_has_enough_to_do(self) -> None:
         x = torch.randn(4096, 4096, device=CUDA)
-        # Other processes may use the GPU while one of the two times is taken, hardly always.
+        # Others may use the GPU while one of the two times is taken, but hardly five times.
         for _ in range(5):
             outcome = self.measured(lambda: torch.mm(x, x))
             sample, host, device = self.medians(outcome)

@@ -85,7 +85,7 @@ class TestOnGpu:
         x = torch.ones(64, 64, device=device, requires_grad=True)
         (x @ x).sum().backward()
         del x
-        # Workspaces have 32 MiB on Hopper. Autograd's thread may give back a number late.
+        # Workspaces have 32 MiB on Hopper. Autograd's thread may free the gradient of the sum late.
         assert peaks.start_afresh(device) == pytest.approx(first, abs=MIB)
 
     def test_a_graphs_pool_counts(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fake_workers import Bench, Listener, stand_in
+from records import make_record
 
 from harness.cases.case import Case
 from harness.recommend import measuring
@@ -21,6 +22,7 @@ from harness.run.rounds.case_group import CaseGroup
 from harness.run.rounds.options import RunOptions
 from harness.run.rounds.record_builder import RecordBuilder
 from harness.run.runner import Runner
+from harness.store.record import Round
 
 
 class Run:
@@ -34,6 +36,7 @@ class Run:
         self.num_finished = rounds
         self.last_wall_s = 1.0
         self.again_s = 0.1
+        self.is_taken_up = False
 
     @property
     def processes(self) -> list[int]:
@@ -97,6 +100,34 @@ def test_equal_ones_are_tied(cases: list[Case]) -> None:
     assert not made._slower
 
 
+def measured(case: Case, step_ms: float, at: str, process: int) -> Combination:
+    """Five rounds of two steps, of one process, that began in a minute."""
+    times = [step_ms * (1 + 1e-4 * index) for index in range(10)]
+    began = [f"2026-01-02T03:{at}:0{index}+00:00" for index in range(5)]
+    record = make_record(samples_ms={"step": [times]}, device=case.device)
+    record.rounds = [2] * 5
+    record.notes["rounds_started_at"] = began
+    record.round_states = [Round(started_at=text, process=process) for text in began]
+    return Combination(base=case, accumulation=1, record=record)
+
+
+@pytest.mark.parametrize(
+    ("at", "process", "verdict"),
+    [
+        ("04", 1, "SLOWER"),
+        # Another run, whose process may be slower than this by more than its rounds differ.
+        ("44", 2, "UNCLEAR"),
+    ],
+)
+def test_one_process_says_little_of_another(
+    cases: list[Case], at: str, process: int, verdict: str
+) -> None:
+    case = replace(cases[0], device="cuda")
+    best = measured(case, 100.0, "04", 1)
+    assert measuring.standing(best, measured(case, 101.5, at, process)) == verdict
+    assert measuring.standing(best, measured(case, 140.0, at, process)) == "SLOWER"
+
+
 def test_no_verdict_before_the_first_look(cases: list[Case]) -> None:
     made = contest(cases, [10.0, 30.0, 40.0], rounds=2)
     made.look()
@@ -118,20 +149,23 @@ def test_launched_is_recommended_where_captured_is_the_same(
 
 
 @pytest.mark.parametrize(
-    ("left_s", "added_s", "start_s", "rounds", "reason"),
+    ("left_s", "added_s", "start_s", "fresh", "rounds", "reason"),
     [
-        (9999.0, 9999.0, 0.0, 14, "14 rounds, the most allowed: 1 pair UNCLEAR"),
-        (-1.0, 9999.0, 0.0, 5, "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"),
+        (9999.0, 9999.0, 0.0, None, 14, "14 rounds, the most allowed: 1 pair UNCLEAR"),
+        (-1.0, 9999.0, 0.0, None, 5, "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"),
         # There is time for two rounds, and not for the workers that measure them.
-        (999.0, 9999.0, 600.0, 5, "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"),
+        (999.0, 9999.0, 600.0, None, 5, "time budget of 120 s, after 5 rounds: 1 pair UNCLEAR"),
+        # They go on.
+        (999.0, 9999.0, 600.0, False, 14, "14 rounds, the most allowed: 1 pair UNCLEAR"),
         # The time for added rounds is over first, and is the one that is named.
-        (9999.0, 0.0, 0.0, 5, "time budget of 0 s, after 5 rounds: 1 pair UNCLEAR"),
+        (9999.0, 0.0, 0.0, None, 5, "time budget of 0 s, after 5 rounds: 1 pair UNCLEAR"),
     ],
 )
 def test_rounds_are_added_while_there_is_time(
     left_s: float,
     added_s: float,
     start_s: float,
+    fresh: bool | None,
     rounds: int,
     reason: str,
     tmp_path: Path,
@@ -146,7 +180,12 @@ def test_rounds_are_added_while_there_is_time(
     host.times = lambda turn: [1 + random.Random(f"{turn}").gauss(0.0, 0.08)] * 2
     bench = Bench(tmp_path)
     options = RunOptions(
-        results=tmp_path, interleave=5, until_decided=True, budget_s=added_s, max_rounds=14
+        results=tmp_path,
+        interleave=5,
+        fresh_rounds=fresh,
+        until_decided=True,
+        budget_s=added_s,
+        max_rounds=14,
     )
     runner = Runner(options, bench.store, Listener(), grouping=one_group)
     host.at["sdpa", 4] = lambda: setattr(runner._workers, "start_s", start_s)
@@ -156,18 +195,23 @@ def test_rounds_are_added_while_there_is_time(
 
 
 @pytest.mark.parametrize(
-    ("left_s", "kept"),
+    ("left_s", "taken_up", "kept"),
     [
         # Four rounds of 0.1 s for each case.
-        (1.3, {1, 2, 4}),
-        (1.1, {2, 4}),
-        (-99.0, {2, 4}),
+        (1.3, False, {1, 2, 4}),
+        (1.1, False, {2, 4}),
+        (-99.0, False, {2, 4}),
+        # The processes are new, and compile for 0.9 s.
+        (4.0, True, {1, 2, 4}),
+        (3.8, True, {2, 4}),
     ],
 )
 def test_the_slowest_of_a_round_are_left_out_where_time_is_short(
-    cases: list[Case], left_s: float, kept: set[int]
+    cases: list[Case], left_s: float, taken_up: bool, kept: set[int]
 ) -> None:
     made = contest(cases, [13.0, 20.2, 40.0], rounds=1)
+    for run in made.runs.values():
+        run.is_taken_up = taken_up  # type: ignore[misc]
     made._ends_s = time.monotonic() + left_s
     left_out = made.before_second_round()
     assert {run.case.batch_size for run in made.runs.values()} == kept

@@ -154,6 +154,12 @@ def test_rows_go_back_to_the_first_code(checkout: Path, table: Path) -> None:
     assert last.code == code_of("A = 1\nB = 3\n", ".py")
     assert (a.counts_as, a.unless, new.file) == (first, "task.b", "new.py")
 
+    unchanged.main(["HEAD", "in other words", "a.py", "--unless", "task.c"])
+    assert unchanged.read(table) == [replace(last, reason="in other words"), a, new]
+    unchanged.main(["HEAD~1", "against an earlier commit", "a.py"])
+    assert [row.counts_as for row in unchanged.read(table)] == [first, ABSENT]
+    _write(table, last, a, new)
+
     _commit(checkout)
     (checkout / "a.py").write_text("A = 1\nB = 2\n")
     unchanged.main(["HEAD", "as it was in between", "a.py"])

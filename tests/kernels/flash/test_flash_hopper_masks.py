@@ -198,9 +198,17 @@ def check(cases: Iterable[Case], *, backward: bool = False) -> None:
 @pytest.mark.gpu
 @needs_hopper
 class TestOnHopper:
-    # Odd lengths, ends within and at the ends of tiles, and more or fewer keys than queries.
+    # Ends within tiles and beside their ends, and more or fewer keys than queries. Multiples of 16
+    # have kernels of their own.
     LENGTHS = ((3, 2), (129, 129), (383, 385), (300, 1111), (1111, 300), (1500, 1500))
     WINDOWS = (1, 7, 64, 128, 129, 200, 1000)
+
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_windows_at_ends_of_tiles(self, head_dim: int) -> None:
+        check(
+            Case(head_dim=head_dim, lengths=lengths, window=window)
+            for lengths, window in product(((384, 512), (512, 384)), (64, 128, 200))
+        )
 
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
     @pytest.mark.parametrize("causal", [True, False])
