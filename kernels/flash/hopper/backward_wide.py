@@ -534,10 +534,16 @@ def accumulate(
         mbarrier.arrive(shared.done.index(parity), pred=sharing.adds)
 
 
-# These differ from call to call and gain nothing from being known; other loops come of kv_len.
+# These differ from call to call, and their values do not change the loops, as that of kv_len does.
 @gluon.jit(
     do_not_specialize=[
-        *("batch_size", "q_len", "num_lines", "order_count", "window", "prefix_len", "shift"),
+        "batch_size",
+        "q_len",
+        "num_lines",
+        "order_count",
+        "window",
+        "prefix_len",
+        "shift",
     ]
 )
 def flash_backward_wide(
