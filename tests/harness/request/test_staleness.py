@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from harness.request import staleness
 from harness.request.compose import compose_request
 from harness.request.session import run_request
 from harness.request.staleness import UNKNOWN, environment_here, in_a_line, staleness_of
-from harness.source import history
+from harness.source import history, unchanged
 from harness.source.history import differing_since
 from harness.store.record import Record, RecordStore
 
@@ -131,6 +132,23 @@ class TestHistory:
         (tree / "kernels/a.py").write_text("A = 2\n")
         assert differing_since("one+", self.FILES) == {"kernels/a.py"}
         assert differing_since("one", ["kernels/b.py"]) == set()
+
+    def test_a_commit_between_two_edits_counts_by_the_first_code(
+        self, tree: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Code 2 counts as 1, which is that of the commit, and 1 as 0."""
+        (tree / "kernels/a.py").write_text("A = 2\n")
+        codes = [unchanged.code_of(f"A = {number}\n", ".py") for number in range(3)]
+        edits = {
+            ("kernels/a.py", code): unchanged.Row(
+                file="kernels/a.py", code=code, counts_as=before, unless="", reason="r"
+            )
+            for before, code in pairwise(codes)
+        }
+        monkeypatch.setattr(unchanged, "_rows", lambda: edits)
+        assert differing_since("one", self.FILES) == set()
+        del edits["kernels/a.py", codes[2]]
+        assert differing_since("one", self.FILES) == {"kernels/a.py"}
 
     def test_a_moved_file_is_new(self, tree: Path) -> None:
         (tree / "kernels/b.py").rename(tree / "kernels/c.py")
