@@ -96,6 +96,7 @@ def show(name: str, results: Path, *, now: bool, of_host: bool = False) -> None:
         now: predicted again, instead of what was kept before anything was measured.
         of_host: what a calibration of the host itself predicted.
     """
+    kept = _kept(_file(name, of_host=of_host))
     machine = _machine(name, results, of_host=of_host) if now else None
     known: dict[Any, Any] = _steps(results).to_dict("index")
     usable_gib = machine_named(name).usable_bytes / GIB
@@ -106,7 +107,7 @@ def show(name: str, results: Path, *, now: bool, of_host: bool = False) -> None:
         f"{'predicted':>9} {'interval':18}{'measured':>10} {'ratio':>6}{'memory':>8}  problem\n"
         f"{'ms':>9} {'ms':18}{'ms':>10} {'time':>6}{'ratio':>8}"
     )
-    for row in _kept(_file(name, of_host=of_host)):
+    for row in kept:
         predicted, low, high = (float(row[key]) for key in TIMES)
         if machine is not None and (step := known.get(row["case_id"])):
             found = machine.step(Case.from_dict(step["case"]))
@@ -166,6 +167,8 @@ def _steps(results: Path) -> pd.DataFrame:
 
 def _kept(path: Path) -> list[dict[str, str]]:
     """The predictions that a file keeps."""
+    if not path.is_file():
+        raise ValueError(f"benchmarks/forecast_problems/{path.name}: not there; predict first")
     with path.open() as file:
         return list(csv.DictReader(file))
 

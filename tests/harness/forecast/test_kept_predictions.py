@@ -52,6 +52,8 @@ def test_a_host_predicts_by_its_own_calibration(
     monkeypatch.setattr(bench_problems, "KEPT", tmp_path)
     with pytest.raises(ValueError, match="holds no calibration; run attnbench sweeps=calibration"):
         bench_problems.predict("h200", tmp_path, of_host=True)
+    with pytest.raises(ValueError, match=r"h200-host\.csv: not there; predict first"):
+        bench_problems.show("h200", tmp_path, now=False, of_host=True)
     folder = tmp_path / "sweeps" / "calibration"
     folder.mkdir(parents=True)
     (folder / "plan.json").write_text("{}")
